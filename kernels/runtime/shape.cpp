@@ -1,0 +1,20 @@
+#include "kernels/runtime/shape.h"
+
+namespace heddle {
+
+Shape broadcast_shapes(const Shape& a, const Shape& b, const char* op) {
+  const int rank = std::max(a.rank(), b.rank());
+  Shape out = Shape::filled(rank, 1);
+  for (int i = 0; i < rank; ++i) {
+    const int ia = i - (rank - a.rank());
+    const int ib = i - (rank - b.rank());
+    const std::int64_t da = ia < 0 ? 1 : a[ia];
+    const std::int64_t db = ib < 0 ? 1 : b[ib];
+    HEDDLE_CHECK(da == db || da == 1 || db == 1, op, ": shapes ", a, " and ", b,
+                 " do not broadcast; sizes must be equal or 1, aligned on the right");
+    out[i] = da == 1 ? db : da;
+  }
+  return out;
+}
+
+}  // namespace heddle
