@@ -1,0 +1,108 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace heddle::nn {
+
+// Note: One table a config struct
+// Each config struct has a `fields(config)` function listing its keys once: name, target, bound, default. The YAML reader,
+// the YAML writer, `validate` and the test of configs/README.md all walk that list, so none of them can forget a key.
+
+// Numbers a key accepts; infinities and NaN never.
+struct Range {
+  double low = -std::numeric_limits<double>::infinity();
+  double high = std::numeric_limits<double>::infinity();
+  bool low_included = true;
+  bool high_included = true;
+
+  bool contains(double value) const;
+  std::string text() const;  // "", ">= 1", "> 0" or "in [0, 1)"
+};
+
+constexpr Range at_least(double low) { return {.low = low}; }
+constexpr Range above(double low) { return {.low = low, .low_included = false}; }
+constexpr Range between(double low, double high) { return {.low = low, .high = high}; }
+constexpr Range from_below(double low, double high) { return {.low = low, .high = high, .high_included = false}; }
+
+// An enum behind its names: get() is the current name (nothing for an unset optional), set() takes an index of `names`.
+struct Choice {
+  std::vector<std::string_view> names;
+  std::function<std::optional<std::string_view>()> get;
+  std::function<void(std::size_t)> set;
+};
+
+// Where a value lives. An optional may be left out or null: it then takes a default that depends on other keys.
+using FieldTarget = std::variant<bool*, std::int64_t*, double*, std::string*, std::vector<std::string>*, Choice,
+                                 std::optional<bool>*, std::optional<std::int64_t>*, std::optional<std::string>*>;
+
+struct FieldRule {
+  Range range = {};
+  bool required = false;
+  std::string_view derived = {};  // the default in words, where it depends on other keys
+  std::string_view form = {};     // what `accepts` accepts, in words
+  bool (*accepts)(const std::string&) = nullptr;  // further test of a string
+};
+
+struct Field {
+  std::string key;
+  FieldTarget target;
+  FieldRule rule;
+
+  bool in_bounds() const;          // whether the current value obeys the rule; an unset optional does
+  std::string expected() const;    // "integer >= 1", "one of gpt2, llama", "string or null"
+  std::string value_text() const;  // the current value as YAML: 0.001, "runs/tiny", ["a", "b"], null
+};
+
+// A rule between two keys that does not hold: `key` was expected to be `expected` of `other`, whose value is
+// `other_value`, but is `got`.
+struct Conflict {
+  std::string key;
+  std::string expected;  // ends just before the name of the other key: "a multiple of"
+  std::string other;
+  std::string other_value;
+  std::string got;
+};
+
+// Throws heddle::ConfigError with one line for every field out of bounds and every conflict.
+void require_valid(std::string_view section, const std::vector<Field>& fields, const std::vector<Conflict>& conflicts);
+
+// Shortest text that reads back as the same number, whatever the locale.
+std::string number_text(double value);
+
+// A double-quoted YAML and JSON-like string; control characters are escaped.
+std::string quoted_text(std::string_view text);
+
+template <typename Enum>
+using EnumNames = std::span<const std::pair<std::string_view, Enum>>;
+
+// The first name of an enum value.
+template <typename Enum>
+std::string_view name_of(EnumNames<Enum> names, Enum value) {
+  for (const auto& [name, named] : names)
+    if (named == value) return name;
+  return {};
+}
+
+// A field holding an enum, or an optional enum. `names` must outlive the field.
+template <typename Target, typename Enum>
+Choice choice(Target& target, EnumNames<Enum> names) {
+  Choice out;
+  for (const auto& entry : names) out.names.push_back(entry.first);
+  out.get = [&target, names]() -> std::optional<std::string_view> {
+    const std::optional<Enum> value = target;
+    return value ? std::optional(name_of(names, *value)) : std::nullopt;
+  };
+  out.set = [&target, names](std::size_t index) { target = names[index].second; };
+  return out;
+}
+
+}  // namespace heddle::nn
