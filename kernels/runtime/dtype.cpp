@@ -32,10 +32,6 @@ DType dtype_from_name(std::string_view name) {
   throw Error(concat_text("dtype: unknown name '", name, "'"));
 }
 
-bool is_floating(DType dtype) {
-  return dtype == DType::f64 || dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-}
-
 std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }
 
 }  // namespace heddle

@@ -16,7 +16,9 @@ enum class DType : std::uint8_t { f64, f32, bf16, f16, i64, i32, u8, boolean };
 std::size_t dtype_size(DType dtype);            // bytes an element
 std::string_view dtype_name(DType dtype);       // "float32", "bfloat16", ...
 DType dtype_from_name(std::string_view name);   // the inverse; throws on an unknown name
-bool is_floating(DType dtype);
+constexpr bool is_floating(DType dtype) {
+  return dtype == DType::f64 || dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
 std::ostream& operator<<(std::ostream& out, DType dtype);
 
 // The DType of a C++ element type.

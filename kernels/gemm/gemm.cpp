@@ -1,0 +1,27 @@
+#include "kernels/gemm/gemm.h"
+
+#include "kernels/runtime/dispatch.h"
+
+namespace heddle {
+
+void gemm(const GemmArgs& args, const ExecContext& ctx) {
+  const auto& [a, b, c, bias, write] = args;
+  const int rank = c.shape.rank();
+  HEDDLE_CHECK(rank >= 2 && a.shape.rank() == rank && b.shape.rank() == rank, "gemm: ranks must be equal and at least 2, got ",
+               a.shape, ", ", b.shape, " and ", c.shape);
+  bool fits = a.shape[rank - 1] == b.shape[rank - 2] && a.shape[rank - 2] == c.shape[rank - 2] &&
+              b.shape[rank - 1] == c.shape[rank - 1];
+  for (int d = 0; d < rank - 2; ++d) fits = fits && a.shape[d] == c.shape[d] && b.shape[d] == c.shape[d];
+  HEDDLE_CHECK(fits, "gemm: shapes ", a.shape, " x ", b.shape, " do not give ", c.shape);
+  HEDDLE_CHECK(a.dtype == b.dtype && (c.dtype == a.dtype || c.dtype == DType::f32), "gemm: dtypes ", a.dtype, " x ", b.dtype,
+               " -> ", c.dtype, " are not supported; inputs must be equal and the output theirs or float32");
+  HEDDLE_CHECK(c.strides[rank - 1] == 1 || c.strides[rank - 2] == 1 || c.numel() <= 1, "gemm: the output needs a unit stride");
+  if (bias.defined())
+    HEDDLE_CHECK(bias.shape == Shape{c.shape.back()} && bias.dtype == a.dtype && write == Write::assign,
+                 "gemm: bias must be ", a.dtype, " [", c.shape.back(), "] with an assigned output, got ", bias.dtype, " ",
+                 bias.shape);
+  if (c.numel() == 0) return;
+  HEDDLE_DISPATCH(ctx, gemm, args);
+}
+
+}  // namespace heddle

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "kernels/runtime/context.h"
+#include "kernels/runtime/view.h"
+
+namespace heddle {
+
+// Matrix product over leading batch dimensions: c = a b + bias, or c += a b.
+//   a     [..., M, K]  any floating dtype
+//   b     [..., K, N]  dtype of a
+//   c     [..., M, N]  dtype of a, or float32; written as `write` says; one of its last two strides must be 1
+//   bias  [N]          dtype of a; optional, only with Write::assign
+// Batch dimensions must be equal; a stride of 0 repeats a matrix. A transposed operand is one with transposed strides.
+// Sums are float32 (float64 for float64). K = 0 gives bias or zero.
+struct GemmArgs {
+  ConstView a;
+  ConstView b;
+  MutView c;
+  ConstView bias = {};
+  Write write = Write::assign;
+};
+void gemm(const GemmArgs& args, const ExecContext& ctx);
+
+namespace cpu {
+void gemm(const GemmArgs& args, const ExecContext& ctx);
+}
+namespace cuda {
+void gemm(const GemmArgs& args, const ExecContext& ctx);
+}
+
+}  // namespace heddle
