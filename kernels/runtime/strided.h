@@ -41,17 +41,19 @@ struct StridedLoop {
   // starts, in elements. Every element is visited once.
   template <typename Body>
   void run(const Body& body, std::int64_t grain = 16384) const {
-    const std::int64_t total = shape.numel();
+    parallel_for(shape.numel(), grain, [&](std::int64_t begin, std::int64_t end) { walk(begin, end, body); });
+  }
+
+  // The same for elements [begin, end) in row-major order, on the calling thread.
+  template <typename Body>
+  void walk(std::int64_t begin, std::int64_t end, const Body& body) const {
     const std::int64_t inner = inner_size();
-    if (total == 0) return;
-    parallel_for(total, grain, [&](std::int64_t begin, std::int64_t end) {
-      while (begin < end) {
-        const std::int64_t column = begin % inner;
-        const std::int64_t count = std::min(end - begin, inner - column);
-        body(offsets_at(begin / inner, column), count);
-        begin += count;
-      }
-    });
+    while (begin < end) {
+      const std::int64_t column = begin % inner;
+      const std::int64_t count = std::min(end - begin, inner - column);
+      body(offsets_at(begin / inner, column), count);
+      begin += count;
+    }
   }
 
  private:
