@@ -1,0 +1,18 @@
+#include "nn/linear.h"
+
+#include "autograd/ops.h"
+
+namespace heddle::nn {
+
+Linear::Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator)
+    : weight_(normal({config.out_features, config.in_features}, 0.0, config.initializer_range, generator, options.dtype,
+                     options.device)) {
+  register_parameter("weight", weight_);
+  if (!config.bias) return;
+  bias_ = Tensor::zeros({config.out_features}, options.dtype, options.device);
+  register_parameter("bias", bias_);
+}
+
+Tensor Linear::forward(const Tensor& x) const { return linear(x, weight_, bias_); }
+
+}  // namespace heddle::nn

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+
+#include "autograd/random.h"
+#include "nn/module.h"
+
+namespace heddle::nn {
+
+// What attention and MLP layers hold for a projection: a dense layer, one with an adapter, or a quantised one.
+class LinearBase : public Module {
+ public:
+  // x [..., in_features] -> [..., out_features].
+  virtual Tensor forward(const Tensor& x) const = 0;
+  virtual std::int64_t in_features() const = 0;
+  virtual std::int64_t out_features() const = 0;
+  // The weight [out_features, in_features] in a floating dtype, outside the graph.
+  virtual Tensor dense_weight() const = 0;
+};
+
+struct LinearConfig {
+  std::int64_t in_features = 0;
+  std::int64_t out_features = 0;
+  bool bias = false;
+  double initializer_range = 0.02;
+};
+
+// y = x weight^T + bias, weight [out, in] drawn from N(0, initializer_range), bias [out] zero.
+class Linear final : public LinearBase {
+ public:
+  Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator);
+
+  Tensor forward(const Tensor& x) const override;
+  std::int64_t in_features() const override { return weight_.size(1); }
+  std::int64_t out_features() const override { return weight_.size(0); }
+  Tensor dense_weight() const override { return weight_.detach(); }
+
+  const Tensor& weight() const { return weight_; }
+  const Tensor& bias() const { return bias_; }  // undefined if the layer has none
+
+ private:
+  Tensor weight_;
+  Tensor bias_;
+};
+
+}  // namespace heddle::nn

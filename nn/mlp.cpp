@@ -1,0 +1,38 @@
+#include "nn/mlp.h"
+
+#include "autograd/ops.h"
+
+namespace heddle::nn {
+namespace {
+
+Tensor activate(Activation activation, const Tensor& x) {
+  switch (activation) {
+    case Activation::gelu: return gelu(x);
+    case Activation::gelu_tanh: return gelu_tanh(x);
+    case Activation::silu: return silu(x);
+  }
+  throw Error("mlp: unknown activation");
+}
+
+}  // namespace
+
+Mlp::Mlp(const MlpConfig& config, const ModuleOptions& options, Generator& generator) : activation_(config.activation) {
+  HEDDLE_CHECK(!config.gated || config.activation == Activation::silu, "mlp: a gated MLP needs the activation silu");
+  const LinearConfig up = {config.hidden_size, config.intermediate_size, config.bias, config.initializer_range};
+  const LinearConfig down = {config.intermediate_size, config.hidden_size, config.bias, config.output_range};
+  if (config.gated) {
+    gate_proj_ = std::make_shared<Linear>(up, options, generator);
+    register_child("gate_proj", gate_proj_);
+  }
+  up_proj_ = std::make_shared<Linear>(up, options, generator);
+  register_child("up_proj", up_proj_);
+  down_proj_ = std::make_shared<Linear>(down, options, generator);
+  register_child("down_proj", down_proj_);
+}
+
+Tensor Mlp::forward(const Tensor& x) const {
+  const Tensor up = up_proj_->forward(x);
+  return down_proj_->forward(gate_proj_ != nullptr ? swiglu(gate_proj_->forward(x), up) : activate(activation_, up));
+}
+
+}  // namespace heddle::nn
