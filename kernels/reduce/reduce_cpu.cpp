@@ -130,19 +130,12 @@ class Summation {
   StridedLoop<1> reduced_;
 };
 
-// Strides of a reduced operand without the reduced dimension.
-Shape without(Shape values, int dim) {
-  Shape rest;
-  for (int d = 0; d < values.rank(); ++d)
-    if (d != dim) rest.push_back(values[d]);
-  return rest;
-}
-
 template <typename T>
 void max_typed(const MaxArgs& args) {
   const std::int64_t n = args.x.shape[args.dim], along = args.x.strides[args.dim];
-  const StridedLoop<3> loop(without(args.x.shape, args.dim), {without(args.x.strides, args.dim), without(args.out.strides, args.dim),
-                                                              without(args.index.strides, args.dim)});
+  const StridedLoop<3> loop(without_dim(args.x.shape, args.dim),
+                            {without_dim(args.x.strides, args.dim), without_dim(args.out.strides, args.dim),
+                             without_dim(args.index.strides, args.dim)});
   const std::int64_t across = loop.inner_stride(0);
   loop.run(
       [&](const std::array<std::int64_t, 3>& offsets, std::int64_t count) {
@@ -163,8 +156,9 @@ void max_typed(const MaxArgs& args) {
 template <typename T>
 void max_backward_typed(const MaxBackwardArgs& args) {
   const std::int64_t n = args.dx.shape[args.dim], along = args.dx.strides[args.dim];
-  const StridedLoop<3> loop(without(args.dx.shape, args.dim), {without(args.dx.strides, args.dim), without(args.dout.strides, args.dim),
-                                                               without(args.index.strides, args.dim)});
+  const StridedLoop<3> loop(without_dim(args.dx.shape, args.dim),
+                            {without_dim(args.dx.strides, args.dim), without_dim(args.dout.strides, args.dim),
+                             without_dim(args.index.strides, args.dim)});
   loop.run(
       [&](const std::array<std::int64_t, 3>& offsets, std::int64_t count) {
         for (std::int64_t c = 0; c < count; ++c) {

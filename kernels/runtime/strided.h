@@ -80,6 +80,14 @@ struct StridedLoop {
   }
 };
 
+// A shape, or strides, without one dimension.
+inline Shape without_dim(const Shape& values, int dim) {
+  Shape rest;
+  for (int d = 0; d < values.rank(); ++d)
+    if (d != dim) rest.push_back(values[d]);
+  return rest;
+}
+
 // The strides with which a tensor of `shape` and `strides` is read as the broadcast shape `target`: 0 along every
 // dimension it lacks or has as 1. `target` must be a shape it broadcasts to.
 inline Shape broadcast_strides(const Shape& shape, const Shape& strides, const Shape& target) {

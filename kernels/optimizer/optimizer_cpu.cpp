@@ -1,0 +1,98 @@
+#include "kernels/optimizer/optimizer.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "kernels/elementwise/elementwise.h"
+#include "kernels/runtime/parallel.h"
+
+namespace heddle::cpu {
+namespace {
+
+constexpr std::int64_t kGrain = 16384;
+
+template <typename A>
+void adamw_typed(const AdamWArgs& args, const AdamWParameter& parameter) {
+  A* weight = parameter.weight.as<A>();
+  A* first = parameter.first_moment.as<A>();
+  A* second = parameter.second_moment.as<A>();
+  const A* grad = parameter.grad.as<A>();
+  const auto t = static_cast<double>(args.step);
+  const double correction1 = 1.0 - std::pow(args.beta1, t), correction2 = 1.0 - std::pow(args.beta2, t);
+  const A keep1 = static_cast<A>(args.beta1), take1 = static_cast<A>(1.0 - args.beta1);
+  const A keep2 = static_cast<A>(args.beta2), take2 = static_cast<A>(1.0 - args.beta2);
+  const A keep_weight = static_cast<A>(1.0 - args.learning_rate * parameter.weight_decay);
+  const A rate = static_cast<A>(args.learning_rate / correction1), root = static_cast<A>(1.0 / std::sqrt(correction2));
+  const A eps = static_cast<A>(args.eps);
+  parallel_for(parameter.weight.numel(), kGrain, [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      const A g = grad[i];
+      const A m = keep1 * first[i] + take1 * g;
+      const A v = keep2 * second[i] + take2 * g * g;
+      first[i] = m;
+      second[i] = v;
+      weight[i] = keep_weight * weight[i] - rate * m / (std::sqrt(v) * root + eps);
+    }
+  });
+}
+
+// Sum of squares in 16 interleaved float64 partial sums.
+template <typename T>
+double sum_of_squares(const T* x, std::int64_t size) {
+  std::array<double, 16> lanes{};
+  std::int64_t i = 0;
+  for (; i + 16 <= size; i += 16)
+    for (int lane = 0; lane < 16; ++lane) {
+      const auto value = static_cast<double>(static_cast<accumulate_t<T>>(x[i + lane]));
+      lanes[lane] += value * value;
+    }
+  for (; i < size; ++i) {
+    const auto value = static_cast<double>(static_cast<accumulate_t<T>>(x[i]));
+    lanes[0] += value * value;
+  }
+  double total = 0.0;
+  for (double lane : lanes) total += lane;
+  return total;
+}
+
+double sum_of_squares(const ConstView& tensor) {
+  const std::int64_t size = tensor.numel();
+  std::array<double, kReductionChunks> partial{};
+  dispatch_float(tensor.dtype, "global_norm", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::int64_t grain = std::max<std::int64_t>(1, kReductionChunks * kGrain / std::max<std::int64_t>(size, 1));
+    parallel_for(kReductionChunks, grain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t chunk = begin; chunk < end; ++chunk) {
+        const std::int64_t from = size * chunk / kReductionChunks, to = size * (chunk + 1) / kReductionChunks;
+        partial[static_cast<std::size_t>(chunk)] = sum_of_squares(tensor.as<T>() + from, to - from);
+      }
+    });
+  });
+  double total = 0.0;
+  for (double part : partial) total += part;
+  return total;
+}
+
+}  // namespace
+
+void adamw(const AdamWArgs& args, const ExecContext& ctx) {
+  for (const AdamWParameter& parameter : args.parameters) {
+    if (parameter.weight.dtype == DType::f64) adamw_typed<double>(args, parameter);
+    else adamw_typed<float>(args, parameter);
+    if (parameter.rounded.defined()) heddle::copy({.source = parameter.weight, .out = parameter.rounded}, ctx);
+  }
+}
+
+void global_norm(const GlobalNormArgs& args, const ExecContext&) {
+  double total = 0.0;
+  for (const ConstView& tensor : args.tensors) total += sum_of_squares(tensor);
+  *args.out.as<double>() = std::sqrt(total);
+}
+
+void scale_all(const ScaleAllArgs& args, const ExecContext& ctx) {
+  for (const MutView& tensor : args.tensors)
+    heddle::unary({.op = UnaryOp::scale, .x = tensor, .out = tensor, .parameter = args.factor}, ctx);
+}
+
+}  // namespace heddle::cpu
