@@ -1,5 +1,7 @@
 #include "kernels/reduce/reduce.h"
 
+#include <array>
+
 #include "autograd/node.h"
 #include "autograd/ops.h"
 
@@ -31,11 +33,6 @@ Shape dropped_shape(const Tensor& x, const std::vector<int>& dims) {
   return shape;
 }
 
-// A dense tensor under another shape of the same numel, outside the graph.
-Tensor relabel(const Tensor& dense, const Shape& shape) {
-  return dense.alias(shape, contiguous_strides(shape), dense.storage_offset());
-}
-
 Tensor keepdim_sum(const Tensor& x, const Shape& shape, double factor) {
   const Tensor out = Tensor::empty(shape, x.dtype(), x.device());
   sum({.x = x.view(), .out = out.mutable_view(), .factor = factor}, device_context(x.device()));
@@ -43,7 +40,7 @@ Tensor keepdim_sum(const Tensor& x, const Shape& shape, double factor) {
 }
 
 // The gradient of a sum: dout repeated along the reduced dimensions, without a copy.
-struct SumNode final : public Node {
+struct SumNode final : Node {
   SumNode(std::string_view name, const Tensor& x, const Shape& keepdim, double factor)
       : Node(name), shape_(x.shape()), keepdim_(keepdim), factor_(factor) {}
 
@@ -61,12 +58,12 @@ Tensor scaled_sum(const char* op, const Tensor& x, const std::vector<int>& dims,
   HEDDLE_CHECK(is_floating(x.dtype()), op, ": needs a floating-point tensor, got ", x.describe());
   const Shape kept = reduced_shape(op, x, dims);
   Tensor out = keepdim_sum(x, kept, factor);
-  if (!keepdim) out = relabel(out, dropped_shape(x, dims));
+  if (!keepdim) out = reshape(out, dropped_shape(x, dims));
   if (needs_grad({&x})) record(out, std::make_shared<SumNode>(op, x, kept, factor), {&x});
   return out;
 }
 
-struct MaxNode final : public Node {
+struct MaxNode final : Node {
   MaxNode(const Tensor& x, const Tensor& index, int dim) : Node("max"), shape_(x.shape()), dim_(dim) { save("index", index); }
 
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
@@ -101,7 +98,7 @@ Tensor max(const Tensor& x, int dim, bool keepdim) {
   const Tensor index = Tensor::empty(kept, DType::i64, x.device());
   Tensor out = Tensor::empty(kept, x.dtype(), x.device());
   max({.x = x.view(), .dim = d, .out = out.mutable_view(), .index = index.mutable_view()}, device_context(x.device()));
-  if (!keepdim) out = relabel(out, dropped_shape(x, {d}));
+  if (!keepdim) out = reshape(out, dropped_shape(x, {d}));
   if (needs_grad({&x})) record(out, std::make_shared<MaxNode>(x, index, d), {&x});
   return out;
 }
@@ -111,7 +108,7 @@ Tensor sum_to(const Tensor& x, const Shape& shape) {
   if (shape == x.shape()) return x.requires_grad() ? x.detach() : x;
   Shape kept = Shape::filled(x.rank() - shape.rank(), 1);
   for (std::int64_t size : shape) kept.push_back(size);
-  return relabel(keepdim_sum(x, kept, 1.0), shape);
+  return reshape(keepdim_sum(x, kept, 1.0), shape);
 }
 
 }  // namespace heddle
