@@ -1,0 +1,120 @@
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+
+#include "kernels/attention/attention_cpu.h"
+#include "kernels/runtime/allocator.h"
+
+namespace heddle {
+namespace {
+
+constexpr AttentionVariant kVariants[] = {
+    {"cpu", cpu::attention_supports, cpu::attention_workspace, cpu::attention_forward, cpu::attention_backward},
+};
+
+std::string_view pass_name(AttentionPass pass) { return pass == AttentionPass::forward ? "forward" : "backward"; }
+
+// Where a message starts.
+std::string_view op_name(AttentionPass pass) {
+  return pass == AttentionPass::forward ? "attention" : "attention backward";
+}
+
+void check_same_kind(const ConstView& view, std::string_view name, const ConstView& q, DType dtype, std::string_view op) {
+  HEDDLE_CHECK(view.dtype == dtype, op, ": ", name, " is ", view.dtype, ", expected ", dtype, "; cast it first");
+  HEDDLE_CHECK(view.device == q.device, op, ": ", name, " is on ", view.device, ", q on ", q.device,
+               "; move them to one device");
+}
+
+void check_shape(const ConstView& view, std::string_view name, const Shape& expected, std::string_view op) {
+  HEDDLE_CHECK(view.shape == expected, op, ": ", name, " is ", view.shape, ", expected ", expected);
+}
+
+void check_scale(double scale, std::string_view op) {
+  HEDDLE_CHECK(std::isfinite(scale) && scale > 0, op, ": scale must be finite and greater than 0, got ", scale);
+}
+
+DType lse_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+// Checks q, k, v against each other.
+AttentionProblem checked_problem(const ConstView& q, const ConstView& k, const ConstView& v, bool is_causal, double scale,
+                                 const ExecContext& ctx, std::string_view op) {
+  const std::pair<std::string_view, const ConstView&> inputs[] = {{"q", q}, {"k", k}, {"v", v}};
+  HEDDLE_CHECK(is_floating(q.dtype), op, ": needs a floating-point dtype, got ", q.dtype, "; cast it first");
+  for (const auto& [name, view] : inputs) {
+    HEDDLE_CHECK(view.shape.rank() == 4, op, ": ", name, " must be [B, S, H, D], got ", view.shape);
+    check_same_kind(view, name, q, q.dtype, op);
+  }
+  const AttentionProblem problem{.B = q.shape[0], .Sq = q.shape[1], .Sk = k.shape[1], .Hq = q.shape[2], .Hkv = k.shape[2],
+                                 .D = q.shape[3], .dtype = q.dtype, .is_causal = is_causal, .scale = scale,
+                                 .deterministic = ctx.deterministic, .device = q.device};
+  HEDDLE_CHECK(problem.D >= 1 && problem.D <= kAttentionMaxHeadSize, op, ": head size must be in [1, ",
+               kAttentionMaxHeadSize, "], got ", problem.D);
+  HEDDLE_CHECK(k.shape[0] == problem.B && k.shape[3] == problem.D, op, ": k is ", k.shape, ", q is ", q.shape,
+               "; batch and head size must be equal");
+  HEDDLE_CHECK(v.shape == k.shape, op, ": v is ", v.shape, ", k is ", k.shape, "; they must be equal");
+  HEDDLE_CHECK(problem.Hkv >= 1 && problem.Hq >= 1 && problem.Hq % problem.Hkv == 0, op, ": k has ", problem.Hkv,
+               " heads, q has ", problem.Hq, "; q heads must be a multiple of k heads");
+  for (const auto& [name, view] : inputs)
+    HEDDLE_CHECK(view.strides[3] == 1 || problem.D == 1 || view.numel() == 0, op, ": ", name, " has stride ",
+                 view.strides[3], " in its last dimension, it must be 1; make it contiguous");
+  check_scale(scale, op);
+  return problem;
+}
+
+}  // namespace
+
+std::span<const AttentionVariant> attention_variants() { return kVariants; }
+
+const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted) {
+  std::string reasons, names = "auto";
+  for (const AttentionVariant& variant : kVariants) {
+    names += concat_text(", ", variant.name);
+    if (wanted != "auto" && wanted != variant.name) continue;
+    const AttentionSupport support = variant.supports(problem, pass);
+    if (support.ok) return variant;
+    HEDDLE_CHECK(wanted == "auto", "attention: kernel '", wanted, "' cannot run this ", pass_name(pass), ": ", support.reason);
+    reasons += concat_text(reasons.empty() ? "" : "; ", variant.name, ": ", support.reason);
+  }
+  HEDDLE_CHECK(wanted == "auto", "attention: there is no kernel '", wanted, "'; choose one of ", names);
+  throw Error(concat_text("attention: no kernel can run this ", pass_name(pass), ": ", reasons));
+}
+
+void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
+  constexpr auto kPass = AttentionPass::forward;
+  const std::string_view op = op_name(kPass);
+  const AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  check_same_kind(args.out, "out", args.q, args.q.dtype, op);
+  check_same_kind(args.lse, "lse", args.q, lse_dtype(args.q.dtype), op);
+  check_shape(args.out, "out", args.q.shape, op);
+  check_shape(args.lse, "lse", {problem.B, problem.Hq, problem.Sq}, op);
+  const AttentionVariant& variant = select_attention(problem, kPass, wanted);
+  const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
+  variant.forward(args, workspace.data(), ctx);
+}
+
+void attention_backward(const AttentionBackwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
+  constexpr auto kPass = AttentionPass::backward;
+  const std::string_view op = op_name(kPass);
+  const AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  const std::pair<std::string_view, ConstView> like_q[] = {{"out", args.out}, {"dout", args.dout}, {"dq", args.dq}};
+  const std::pair<std::string_view, ConstView> like_k[] = {{"dk", args.dk}, {"dv", args.dv}};
+  for (const auto& [name, view] : like_q) {
+    check_same_kind(view, name, args.q, args.q.dtype, op);
+    check_shape(view, name, args.q.shape, op);
+  }
+  for (const auto& [name, view] : like_k) {
+    check_same_kind(view, name, args.q, args.q.dtype, op);
+    check_shape(view, name, args.k.shape, op);
+  }
+  const std::pair<std::string_view, const ConstView&> rows[] = {{"lse", args.lse}, {"dlse", args.dlse}};
+  for (const auto& [name, view] : rows) {
+    if (name == "dlse" && !view.defined()) continue;
+    check_same_kind(view, name, args.q, lse_dtype(args.q.dtype), op);
+    check_shape(view, name, {problem.B, problem.Hq, problem.Sq}, op);
+  }
+  const AttentionVariant& variant = select_attention(problem, kPass, wanted);
+  const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
+  variant.backward(args, workspace.data(), ctx);
+}
+
+}  // namespace heddle

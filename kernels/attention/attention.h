@@ -1,0 +1,102 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "kernels/runtime/context.h"
+#include "kernels/runtime/view.h"
+
+namespace heddle {
+
+// Scaled dot-product attention: out = softmax(scale * q k^T + mask) v for every batch and head.
+//   q      [B, Sq, Hq, D]   float32, bfloat16, float16 or float64; 1 <= D <= 256; any batch, row and head strides,
+//                           unit stride on D
+//   k, v   [B, Sk, Hkv, D]  dtype of q; Hq is a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
+//   out    [B, Sq, Hq, D]   dtype of q, any strides; written (=)
+//   lse    [B, Hq, Sq]      natural log of the sum of exp of the row's scaled scores; float32 (float64 for float64
+//                           inputs), any strides; written (=)
+//   scale  finite and > 0
+// A causal mask is aligned at the bottom right: query row i sees the keys j <= i + Sk - Sq. A row that sees no key gives
+// out = 0 and lse = -inf. What a key or value holds never reaches a row that does not see it, NaN included.
+// Scores, sums and outputs are accumulated in float32 (float64 for float64 inputs). Sq = 0 and Sk = 0 are legal.
+// Dao 2023, "FlashAttention-2", algorithm 1.
+struct AttentionForwardArgs {
+  ConstView q;
+  ConstView k;
+  ConstView v;
+  MutView out;
+  MutView lse;
+  bool is_causal = false;
+  double scale = 1.0;
+};
+
+// Gradients of attention_forward with respect to q, k and v.
+//   q, k, v, out, lse, is_causal, scale  as the forward pass had and wrote them; any variant's forward will do
+//   dout        [B, Sq, Hq, D]   dtype of q; any strides, stride 0 and a strided last dimension included
+//   dlse        [B, Hq, Sq]      dtype of lse, any strides; optional
+//   dq, dk, dv  shapes and dtype of q, k, v, any strides; written (=)
+// A row that sees no key has a zero gradient. With grouped heads dk and dv are sums over the group.
+// Dao 2023, "FlashAttention-2", algorithm 2.
+struct AttentionBackwardArgs {
+  ConstView q;
+  ConstView k;
+  ConstView v;
+  ConstView out;
+  ConstView lse;
+  ConstView dout;
+  ConstView dlse = {};
+  MutView dq;
+  MutView dk;
+  MutView dv;
+  bool is_causal = false;
+  double scale = 1.0;
+};
+
+// What decides which variant can run.
+struct AttentionProblem {
+  std::int64_t B = 0;
+  std::int64_t Sq = 0;
+  std::int64_t Sk = 0;
+  std::int64_t Hq = 0;
+  std::int64_t Hkv = 0;
+  std::int64_t D = 0;
+  DType dtype = DType::f32;
+  bool is_causal = false;
+  double scale = 1.0;
+  bool deterministic = false;  // asks for the same bits in every run
+  Device device;
+};
+
+inline constexpr std::int64_t kAttentionMaxHeadSize = 256;
+
+enum class AttentionPass { forward, backward };
+
+struct AttentionSupport {
+  bool ok = false;
+  std::string reason;  // why not, and what to do
+};
+
+// One implementation. Saved state is common to all: any variant's backward takes any variant's forward.
+struct AttentionVariant {
+  std::string_view name;
+  AttentionSupport (*supports)(const AttentionProblem& problem, AttentionPass pass);
+  std::int64_t (*workspace_bytes)(const AttentionProblem& problem, AttentionPass pass);
+  void (*forward)(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
+  void (*backward)(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
+};
+
+// Every variant of this build, in order of preference.
+std::span<const AttentionVariant> attention_variants();
+
+// The variant that runs a pass. `wanted` is "auto" for the first that supports the problem, or a variant's name.
+// Throws heddle::Error for an unknown name, for a named variant that cannot run it (with its reason), and when no
+// variant can (with the reason of each).
+const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
+
+// Both throw heddle::Error when a shape, dtype, device, stride or the scale breaks the contracts above.
+void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx);
+void attention_backward(const AttentionBackwardArgs& args, std::string_view wanted, const ExecContext& ctx);
+
+}  // namespace heddle

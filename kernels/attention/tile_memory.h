@@ -1,0 +1,88 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/attention/tile.h"
+#include "kernels/runtime/view.h"
+
+// Moving tiles between tensors of any stride and dtype and the dense, padded tiles that the products work on.
+namespace heddle::cpu {
+
+// Hands out consecutive 64-byte-aligned arrays of a workspace. Without one it only counts.
+template <typename T>
+class Arena {
+ public:
+  explicit Arena(T* base) : base_(base) {}
+
+  T* take(std::int64_t count) {
+    constexpr std::int64_t kAlign = 64 / sizeof(T);
+    T* array = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (count + kAlign - 1) / kAlign * kAlign;
+    return array;
+  }
+  std::int64_t used() const { return used_; }
+
+ private:
+  T* base_;
+  std::int64_t used_ = 0;
+};
+
+// One head of a [B, S, H, D] tensor: rows of D elements of storage type E.
+template <typename E>
+struct HeadRows {
+  E* data;
+  std::int64_t row;
+  std::int64_t column;
+
+  HeadRows at_row(std::int64_t index) const { return {data + index * row, row, column}; }
+};
+
+template <typename E>
+HeadRows<const E> head_rows(const ConstView& view, std::int64_t b, std::int64_t h) {
+  return {view.as<E>() + b * view.strides[0] + h * view.strides[2], view.strides[1], view.strides[3]};
+}
+template <typename E>
+HeadRows<E> head_rows(const MutView& view, std::int64_t b, std::int64_t h) {
+  return {view.as<E>() + b * view.strides[0] + h * view.strides[2], view.strides[1], view.strides[3]};
+}
+
+// tile[r, d] = factor * rows[r, d]; the columns from D to `padded` become zero.
+template <typename E, typename T>
+void load_tile(HeadRows<E> rows, std::int64_t count, std::int64_t D, std::int64_t padded, T* tile, T factor = 1) {
+  for (std::int64_t r = 0; r < count; ++r) {
+    const auto* source = rows.data + r * rows.row;
+    T* target = tile + r * padded;
+    if (rows.column == 1)
+      for (std::int64_t d = 0; d < D; ++d) target[d] = factor * static_cast<T>(source[d]);
+    else
+      for (std::int64_t d = 0; d < D; ++d) target[d] = factor * static_cast<T>(source[d * rows.column]);
+    std::fill(target + D, target + padded, T{0});
+  }
+}
+
+// tile[d, r] = rows[r, d]; the columns from `count` to `padded` become zero.
+template <typename E, typename T>
+void load_transposed(HeadRows<const E> rows, std::int64_t count, std::int64_t D, std::int64_t padded, T* tile) {
+  for (std::int64_t d = 0; d < D; ++d) {
+    T* target = tile + d * padded;
+    for (std::int64_t r = 0; r < count; ++r)
+      target[r] = static_cast<T>(rows.data[r * rows.row + d * rows.column]);
+    std::fill(target + count, target + padded, T{0});
+  }
+}
+
+// rows[r, d] = factor * tile[r, d]
+template <typename E, typename T>
+void store_tile(const T* tile, std::int64_t padded, std::int64_t count, std::int64_t D, HeadRows<E> rows, T factor = 1) {
+  for (std::int64_t r = 0; r < count; ++r) {
+    E* target = rows.data + r * rows.row;
+    const T* source = tile + r * padded;
+    if (rows.column == 1)
+      for (std::int64_t d = 0; d < D; ++d) target[d] = static_cast<E>(factor * source[d]);
+    else
+      for (std::int64_t d = 0; d < D; ++d) target[d * rows.column] = static_cast<E>(factor * source[d]);
+  }
+}
+
+}  // namespace heddle::cpu

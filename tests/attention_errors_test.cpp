@@ -1,0 +1,145 @@
+// What attention refuses, with the exact words.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <vector>
+
+#include "kernels/attention/attention.h"
+
+namespace heddle::test {
+namespace {
+
+template <typename Fn>
+std::string message_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// A valid call, for tests to spoil. All views share one array: nothing here reaches a kernel unless it is valid.
+struct Call {
+  std::vector<float> memory = std::vector<float>(4096);
+  AttentionForwardArgs forward{view({2, 5, 6, 8}), view({2, 7, 2, 8}), view({2, 7, 2, 8}), view({2, 5, 6, 8}), view({2, 6, 5})};
+  AttentionBackwardArgs backward{forward.q, forward.k, forward.v, forward.out, forward.lse, view({2, 5, 6, 8}), {},
+                                 view({2, 5, 6, 8}), view({2, 7, 2, 8}), view({2, 7, 2, 8})};
+
+  MutView view(const Shape& shape) { return {memory.data(), DType::f32, kCpu, shape, contiguous_strides(shape)}; }
+  std::string forward_error(std::string_view kernel = "auto") {
+    return message_of([&] { attention_forward(forward, kernel, ExecContext{}); });
+  }
+  std::string backward_error(std::string_view kernel = "auto") {
+    return message_of([&] { attention_backward(backward, kernel, ExecContext{}); });
+  }
+};
+
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+TEST(AttentionErrors, ValidCallIsAccepted) {
+  EXPECT_EQ(Call().forward_error(), "no error");
+  EXPECT_EQ(Call().backward_error(), "no error");
+}
+
+TEST(AttentionErrors, QueryHeadsMustBeAMultipleOfKeyHeads) {
+  Call call;
+  call.forward.q = call.forward.out = call.view({2, 5, 8, 8});
+  call.forward.k = call.forward.v = call.view({2, 7, 6, 8});
+  EXPECT_EQ(call.forward_error(), "attention: k has 6 heads, q has 8; q heads must be a multiple of k heads");
+}
+
+TEST(AttentionErrors, RankMustBeFour) {
+  Call call;
+  call.forward.k = call.view({2, 7, 8});
+  EXPECT_EQ(call.forward_error(), "attention: k must be [B, S, H, D], got [2, 7, 8]");
+}
+
+TEST(AttentionErrors, BatchAndHeadSizeMustAgree) {
+  Call call;
+  call.forward.k = call.view({3, 7, 2, 8});
+  EXPECT_EQ(call.forward_error(), "attention: k is [3, 7, 2, 8], q is [2, 5, 6, 8]; batch and head size must be equal");
+}
+
+TEST(AttentionErrors, KeysAndValuesMustAgree) {
+  Call call;
+  call.forward.v = call.view({2, 6, 2, 8});
+  EXPECT_EQ(call.forward_error(), "attention: v is [2, 6, 2, 8], k is [2, 7, 2, 8]; they must be equal");
+}
+
+TEST(AttentionErrors, HeadSizeIsLimited) {
+  Call call;
+  call.forward.q = call.view({2, 5, 1, 257});
+  call.forward.k = call.forward.v = call.view({2, 7, 1, 257});
+  EXPECT_EQ(call.forward_error(), "attention: head size must be in [1, 256], got 257");
+}
+
+TEST(AttentionErrors, LastDimensionMustHaveUnitStride) {
+  Call call;
+  call.forward.v.strides[3] = 2;
+  EXPECT_EQ(call.forward_error(), "attention: v has stride 2 in its last dimension, it must be 1; make it contiguous");
+}
+
+TEST(AttentionErrors, DtypesMustAgree) {
+  Call call;
+  call.forward.k.dtype = DType::bf16;
+  EXPECT_EQ(call.forward_error(), "attention: k is bfloat16, expected float32; cast it first");
+  Call integer;
+  integer.forward.q.dtype = DType::i32;
+  EXPECT_EQ(integer.forward_error(), "attention: needs a floating-point dtype, got int32; cast it first");
+}
+
+TEST(AttentionErrors, DevicesMustAgree) {
+  Call call;
+  call.forward.v.device = kGpu;
+  EXPECT_EQ(call.forward_error(), "attention: v is on cuda:0, q on cpu; move them to one device");
+}
+
+TEST(AttentionErrors, ScaleMustBePositiveAndFinite) {
+  for (const auto& [scale, text] : {std::pair{0.0, "0"}, {-0.5, "-0.5"}, {std::numeric_limits<double>::infinity(), "inf"},
+                                    {std::numeric_limits<double>::quiet_NaN(), "nan"}}) {
+    Call call;
+    call.forward.scale = scale;
+    EXPECT_EQ(call.forward_error(), concat_text("attention: scale must be finite and greater than 0, got ", text));
+  }
+}
+
+TEST(AttentionErrors, OutputsMustFit) {
+  Call call;
+  call.forward.lse = call.view({2, 5, 6});
+  EXPECT_EQ(call.forward_error(), "attention: lse is [2, 5, 6], expected [2, 6, 5]");
+  Call other;
+  other.forward.out.dtype = DType::f64;
+  EXPECT_EQ(other.forward_error(), "attention: out is float64, expected float32; cast it first");
+}
+
+TEST(AttentionErrors, GradientsMustFit) {
+  Call call;
+  call.backward.dv = call.view({2, 7, 6, 8});
+  EXPECT_EQ(call.backward_error(), "attention backward: dv is [2, 7, 6, 8], expected [2, 7, 2, 8]");
+  Call other;
+  other.backward.dlse = other.view({2, 6, 7});
+  EXPECT_EQ(other.backward_error(), "attention backward: dlse is [2, 6, 7], expected [2, 6, 5]");
+}
+
+TEST(AttentionSelect, AutoTakesTheFirstThatSupports) {
+  EXPECT_EQ(select_attention({.D = 8}, AttentionPass::forward, "auto").name, "cpu");
+  EXPECT_EQ(select_attention({.D = 8}, AttentionPass::backward, "cpu").name, "cpu");
+}
+
+TEST(AttentionSelect, UnknownNameListsTheChoices) {
+  EXPECT_EQ(Call().forward_error("flash"), "attention: there is no kernel 'flash'; choose one of auto, cpu");
+}
+
+TEST(AttentionSelect, NamedKernelSaysWhyItCannotRun) {
+  EXPECT_EQ(message_of([] { select_attention({.D = 8, .device = kGpu}, AttentionPass::backward, "cpu"); }),
+            "attention: kernel 'cpu' cannot run this backward: the tensors are on cuda:0; move them to the cpu");
+}
+
+TEST(AttentionSelect, NoKernelListsEveryReason) {
+  EXPECT_EQ(message_of([] { select_attention({.D = 8, .device = kGpu}, AttentionPass::forward, "auto"); }),
+            "attention: no kernel can run this forward: cpu: the tensors are on cuda:0; move them to the cpu");
+}
+
+}  // namespace
+}  // namespace heddle::test
