@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "nn/module.h"
+
+namespace heddle::nn {
+
+struct AdamWOptions {
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;  // for tensors of two or more dimensions; never for biases and norms
+};
+
+struct UpdateArgs {
+  double learning_rate;
+  double grad_scale = 1;     // every gradient is multiplied by this first: 1 / tokens after a sum over tokens
+  double max_grad_norm = 0;  // 0: no clipping
+};
+
+struct UpdateResult {
+  double grad_norm = 0;   // of all scaled gradients together, before clipping
+  bool applied = false;   // false: the norm is not finite, and nothing changed
+  std::string nonfinite;  // then: the first parameter whose gradient holds NaN or infinity
+};
+
+// The first of the tensors that holds NaN or infinity; "" if all values are finite. Integers are skipped.
+std::string first_nonfinite(const std::vector<NamedTensor>& tensors);
+
+// AdamW with decoupled decay (Loshchilov and Hutter 2019) and clipping by the global norm. Gradients are multiplied by
+// min(1, max_grad_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
+//
+// Weights are updated in float32 (float64 for float64). For a bfloat16 or float16 parameter the optimiser keeps a
+// float32 master copy, accumulates its gradient in float32 and writes the rounded weight back.
+class AdamW {
+ public:
+  // The parameters must be leaves that require a gradient and are dense; master copies start from their present values.
+  AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options);
+
+  // One update from the gradients of the parameters, which it scales in place; a parameter without a gradient is left
+  // alone. If the global norm is not finite, weights, moments and step count stay bitwise as they are.
+  UpdateResult update(const UpdateArgs& args);
+
+  void zero_grad() const;
+  std::int64_t updates() const;  // applied so far: t of the bias correction
+  // "weight decay 0.1: 18 tensors, 800000 parameters; no decay: 26 tensors, 5376 parameters"
+  std::string describe_groups() const;
+
+  // Everything a resumed run needs, as handles on the live tensors: exp_avg.NAME, exp_avg_sq.NAME, master.NAME (of
+  // half-precision parameters) and step.
+  std::vector<NamedTensor> state() const;
+
+ private:
+  struct Slot {
+    std::string name;
+    Tensor parameter;
+    Tensor master;  // the parameter itself unless it is half precision
+    Tensor exp_avg;
+    Tensor exp_avg_sq;
+    double weight_decay;
+
+    bool has_master() const { return master.impl_ptr() != parameter.impl_ptr(); }
+  };
+
+  std::vector<NamedTensor> gradients() const;
+
+  AdamWOptions options_;
+  std::vector<Slot> slots_;
+  Tensor step_;  // int64 [], on the host
+};
+
+}  // namespace heddle::nn
