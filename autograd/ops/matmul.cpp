@@ -2,7 +2,9 @@
 
 #include "autograd/node.h"
 #include "autograd/ops.h"
+#include "autograd/ops/param_grad.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/reduce/reduce.h"
 
 namespace heddle {
 namespace {
@@ -73,18 +75,21 @@ struct LinearNode final : Node {
   }
 
  private:
-  // dweight = dout^T x, added straight into the buffer of a leaf.
+  // dweight = dout^T x.
   Tensor weight_gradient(const Tensor& dout) const {
     const Tensor x = as_rows(saved(x_));  // [rows, in]
-    const Tensor dout_t = transpose(dout, 0, 1);
-    AccumulateGrad* leaf = as_accumulate(edges()[1]);
-    if (leaf == nullptr) return product(dout_t, x, weight_shape_);
-    const AccumulateGrad::Target target = leaf->target();
-    gemm({.a = dout_t.view(), .b = x.view(), .c = target.view, .write = target.write}, device_context(x.device()));
-    return {};
+    const ParamGrad dweight(edges()[1], weight_shape_, dout.dtype(), dout.device());
+    gemm({.a = transpose(dout, 0, 1).view(), .b = x.view(), .c = dweight.view, .write = dweight.write}, device_context(x.device()));
+    return dweight.returned;
   }
 
-  Tensor bias_gradient(const Tensor& dout) const { return sum(dout, {0}); }
+  // dbias = sum of the rows of dout.
+  Tensor bias_gradient(const Tensor& dout) const {
+    const ParamGrad dbias(edges()[2], {dout.size(1)}, dout.dtype(), dout.device());
+    const MutView row = {dbias.view.data, dbias.view.dtype, dbias.view.device, {1, dout.size(1)}, {0, dbias.view.strides[0]}};
+    sum({.x = dout.view(), .out = row, .write = dbias.write}, device_context(dout.device()));
+    return dbias.returned;
+  }
 
   Shape x_shape_, weight_shape_;
   int x_ = -1, weight_ = -1;

@@ -1,0 +1,77 @@
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+
+#include "autograd/node.h"
+#include "autograd/ops.h"
+
+namespace heddle {
+namespace {
+
+// Saves the inputs, the output and one number a row; the probabilities are computed again from them.
+struct AttentionNode final : Node {
+  AttentionNode(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionResult& result, bool causal, double scale,
+                std::string kernel)
+      : Node("attention"), is_causal_(causal), scale_(scale), kernel_(std::move(kernel)) {
+    save("q", q);
+    save("k", k);
+    save("v", v);
+    save("out", result.out);
+    save("lse", result.lse);
+  }
+
+  std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
+    const Tensor q = saved(0), k = saved(1), v = saved(2), out = saved(3), lse = saved(4);
+    const Tensor dout = grads[0].defined() ? grads[0] : Tensor::zeros(out.shape(), out.dtype(), out.device());
+    const Tensor dq = Tensor::empty(q.shape(), q.dtype(), q.device());
+    const Tensor dk = Tensor::empty(k.shape(), k.dtype(), k.device());
+    const Tensor dv = Tensor::empty(v.shape(), v.dtype(), v.device());
+    attention_backward({.q = q.view(),
+                        .k = k.view(),
+                        .v = v.view(),
+                        .out = out.view(),
+                        .lse = lse.view(),
+                        .dout = dout.view(),
+                        .dlse = grads[1].defined() ? grads[1].view() : ConstView{},
+                        .dq = dq.mutable_view(),
+                        .dk = dk.mutable_view(),
+                        .dv = dv.mutable_view(),
+                        .is_causal = is_causal_,
+                        .scale = scale_},
+                       kernel_, device_context(q.device()));
+    return {dq, dk, dv};
+  }
+
+ private:
+  bool is_causal_;
+  double scale_;
+  std::string kernel_;
+};
+
+}  // namespace
+
+AttentionResult attention_with_lse(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  HEDDLE_CHECK(q.rank() == 4, "attention: q must be [B, Sq, Hq, D], got ", q.shape());
+  const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  const DType wide = q.dtype() == DType::f64 ? DType::f64 : DType::f32;
+  const AttentionResult result = {Tensor::empty(q.shape(), q.dtype(), q.device()),
+                                  Tensor::empty({q.size(0), q.size(2), q.size(1)}, wide, q.device())};
+  attention_forward({.q = q.view(),
+                     .k = k.view(),
+                     .v = v.view(),
+                     .out = result.out.mutable_view(),
+                     .lse = result.lse.mutable_view(),
+                     .is_causal = options.causal,
+                     .scale = scale},
+                    options.kernel, device_context(q.device()));
+  const std::vector<Tensor> inputs = {q, k, v};
+  if (needs_grad(inputs))
+    record({result.out, result.lse}, std::make_shared<AttentionNode>(q, k, v, result, options.causal, scale, options.kernel), inputs);
+  return result;
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  return attention_with_lse(q, k, v, options).out;
+}
+
+}  // namespace heddle
