@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -8,7 +9,7 @@ namespace heddle::nn {
 enum class SeriesStyle { line, thin_line, line_with_points };
 
 struct Series {
-  std::string name;         // in the legend; empty: not listed
+  std::string name;         // in the legend; not listed there if empty or without values
   std::vector<double> x;    // as many as y
   std::vector<double> y;    // a value that is not finite, or not positive on a logarithmic axis, leaves a gap
   std::string colour;       // any SVG colour
@@ -27,9 +28,9 @@ struct Chart {
 // Throws heddle::Error if a series has x and y of different lengths.
 std::string to_svg(const Chart& chart);
 
-// Exponential moving average without the start-up bias: out[i] is the mean of y[0..i] with weights decay^(i-j). Values
-// that are not finite are passed through and left out of the mean.
-std::vector<double> smoothed(const std::vector<double>& y, double decay);
+// Centred moving average: out[i] is the mean of y[i-r] .. y[i+r], where r is `radius` or, near an end, as far as both
+// sides reach; so a straight line stays itself. Values that are not finite are passed through and left out of the means.
+std::vector<double> smoothed(const std::vector<double>& y, std::size_t radius);
 
 // Points of a loss curve.
 struct Curve {

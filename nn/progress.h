@@ -44,7 +44,8 @@ class Progress {
 
  private:
   void draw();
-  void erase();
+  std::string counts_text() const;
+  std::string eta_text() const;
 
   ProgressTarget target_;
   std::int64_t first_step_;
@@ -52,7 +53,7 @@ class Progress {
   double start_time_;
   std::optional<double> last_draw_;
   std::optional<StepStatus> status_;
-  bool bar_visible_ = false;
+  bool is_bar_visible_ = false;
 };
 
 // "45 s", "12:05" (minutes and seconds) or "3:05:00".

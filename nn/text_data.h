@@ -6,15 +6,25 @@
 #include <vector>
 
 #include "nn/data.h"
+#include "nn/tokenizer.h"
 
 namespace heddle::nn {
 
-// The files under `root` that match one of the patterns, each once, relative to root and sorted by name. In a pattern `*`
-// and `?` match within one name and `**` any number of folders. Hidden files and folders, and the folders build and runs
-// at the root, are skipped. Throws heddle::Error naming a pattern that matches nothing.
+// The files that match one of the patterns, each once and sorted by name. Patterns are relative to `root`, or absolute. In
+// a pattern `*`, `?` and `[...]` match within one name, `**` any number of folders. Wildcards match no hidden name, and
+// `**` enters no folder called build or runs. Throws heddle::Error naming a pattern that matches nothing.
 std::vector<std::filesystem::path> find_files(const std::vector<std::string>& patterns, const std::filesystem::path& root);
 
-// Windows of sequence_length + 1 tokens of one long text: the files' bytes, one after the other.
+struct TextCorpus {
+  std::string origin;  // for the log: "12 files"
+  std::vector<std::int32_t> tokens;
+};
+
+// The bytes of all matching files as tokens, one file after the other; see find_files. Any bytes are text, UTF-8 or not.
+// Throws heddle::Error naming a file that cannot be read.
+TextCorpus read_text(const std::vector<std::string>& patterns, const std::filesystem::path& root);
+
+// Windows of sequence_length + 1 tokens of one long text.
 //
 // Note: Held-out windows
 // The text is cut into windows of sequence_length + 1 tokens and validation_fraction of them, evenly spread over the
@@ -23,9 +33,7 @@ std::vector<std::filesystem::path> find_files(const std::vector<std::string>& pa
 class TextData final : public Dataset {
  public:
   // Throws heddle::Error if the text is shorter than one window or either split would be empty.
-  TextData(const std::vector<std::int32_t>& tokens, std::int64_t sequence_length, double validation_fraction, std::uint64_t seed);
-  // The text of files, as make_dataset reads it.
-  static TextData from_files(const DataConfig& config, std::uint64_t seed, const std::filesystem::path& root);
+  TextData(TextCorpus corpus, std::int64_t sequence_length, double validation_fraction, std::uint64_t seed);
 
   bool has_exact_match() const override { return false; }
   std::string describe() const override;
@@ -36,10 +44,15 @@ class TextData final : public Dataset {
  private:
   void write_example(Split split, std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels) const override;
 
-  std::vector<std::int32_t> tokens_;
+  // Tokens one after the other that may each start a training window.
+  struct Stretch {
+    std::int64_t start;
+    std::int64_t before;  // such tokens in the stretches before this one
+  };
+
+  TextCorpus corpus_;
   std::vector<std::int64_t> eval_starts_;
-  std::vector<std::int64_t> train_starts_;
-  std::int64_t file_count_ = 0;
+  std::vector<Stretch> stretches_;
 };
 
 }  // namespace heddle::nn

@@ -1,0 +1,122 @@
+#include "nn/text_data.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <set>
+
+namespace heddle::nn {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> components_of(const std::string& pattern) {
+  std::vector<std::string> out;
+  for (const fs::path& part : fs::path(pattern)) out.push_back(part.string());
+  if (!out.empty() && out.back() == "**") out.push_back("*");
+  return out;
+}
+
+bool is_searched(const fs::directory_entry& entry) {
+  const std::string name = entry.path().filename().string();
+  // Links to folders are left out: they can form a cycle.
+  return entry.is_directory() && !entry.is_symlink() && !name.starts_with('.') && name != "build" && name != "runs";
+}
+
+// Adds the files below `folder` that match components[next..].
+void expand(const fs::path& folder, const std::vector<std::string>& components, std::size_t next, std::set<fs::path>& out) {
+  if (next == components.size()) {
+    if (fs::is_regular_file(folder)) out.insert(folder.lexically_normal());
+    return;
+  }
+  const std::string& component = components[next];
+  if (component.find_first_of("*?[") == std::string::npos) return expand(folder / component, components, next + 1, out);
+  if (component == "**") expand(folder, components, next + 1, out);
+  if (!fs::is_directory(folder)) return;
+  for (const auto& entry : fs::directory_iterator(folder, fs::directory_options::skip_permission_denied)) {
+    if (component == "**") {
+      if (is_searched(entry)) expand(entry.path(), components, next, out);
+    } else if (fnmatch(component.c_str(), entry.path().filename().c_str(), FNM_PERIOD) == 0) {
+      expand(entry.path(), components, next + 1, out);
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<fs::path> find_files(const std::vector<std::string>& patterns, const fs::path& root) {
+  HEDDLE_CHECK(!patterns.empty(), "data: files is empty; give at least one pattern, such as \"**/*.md\"");
+  std::set<fs::path> found;
+  for (const std::string& pattern : patterns) {
+    std::set<fs::path> matches;
+    expand(root, components_of(pattern), 0, matches);
+    HEDDLE_CHECK(!matches.empty(), "data: files: \"", pattern, "\" matches no file in ", fs::absolute(root).lexically_normal().string());
+    found.merge(matches);
+  }
+  return {found.begin(), found.end()};
+}
+
+TextCorpus read_text(const std::vector<std::string>& patterns, const fs::path& root) {
+  const std::vector<fs::path> paths = find_files(patterns, root);
+  std::string text;
+  for (const fs::path& path : paths) {
+    std::ifstream file(path, std::ios::binary);
+    text.append(std::istreambuf_iterator<char>(file), {});
+    HEDDLE_CHECK(file && !file.bad(), "data: cannot read ", path.string());
+  }
+  return {concat_text(paths.size(), paths.size() == 1 ? " file" : " files"), ByteTokenizer().encode(text)};
+}
+
+TextData::TextData(TextCorpus corpus, std::int64_t sequence_length, double validation_fraction, std::uint64_t seed)
+    : Dataset(seed), corpus_(std::move(corpus)) {
+  const std::int64_t window = sequence_length + 1;
+  const auto token_count = static_cast<std::int64_t>(corpus_.tokens.size());
+  HEDDLE_CHECK(token_count >= window, "data: ", token_count, " tokens, need at least ", window,
+               " (sequence_length + 1); add text or shorten sequence_length");
+  const std::int64_t windows = token_count / window;
+  const std::int64_t held_out = std::llround(validation_fraction * static_cast<double>(windows));
+  HEDDLE_CHECK(held_out >= 1, "data: validation_fraction ", validation_fraction, " of ", windows, " windows of ", window,
+               " tokens holds out none; raise it, add text or shorten sequence_length");
+
+  std::int64_t start = 0, train_size = 0;
+  const auto add_stretch = [&](std::int64_t end) {
+    const std::int64_t count = end - start - window + 1;
+    if (count <= 0) return;
+    stretches_.push_back({start, train_size});
+    train_size += count;
+  };
+  for (std::int64_t i = 0; i < held_out; ++i) {
+    const std::int64_t held_out_start = (2 * i + 1) * windows / (2 * held_out) * window;
+    add_stretch(held_out_start);
+    eval_starts_.push_back(held_out_start);
+    start = held_out_start + window;
+  }
+  add_stretch(token_count);
+  HEDDLE_CHECK(train_size >= 1, "data: validation_fraction ", validation_fraction, " of ", windows, " windows of ", window,
+               " tokens leaves none for training; lower it, add text or shorten sequence_length");
+  set_sizes(train_size, held_out, sequence_length);
+}
+
+std::string TextData::describe() const {
+  return concat_text("text: ", corpus_.origin, ", ", corpus_.tokens.size(), " tokens, ", eval_size(), " held-out windows of ",
+                     row_length() + 1, " tokens, ", train_size(), " places to start a training window");
+}
+
+std::int64_t TextData::start_of(Split split, std::int64_t index) const {
+  if (split == Split::eval) return eval_starts_[static_cast<std::size_t>(index)];
+  const auto after = std::upper_bound(stretches_.begin(), stretches_.end(), index,
+                                      [](std::int64_t value, const Stretch& stretch) { return value < stretch.before; });
+  const Stretch& stretch = *std::prev(after);
+  return stretch.start + index - stretch.before;
+}
+
+void TextData::write_example(Split split, std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels) const {
+  const std::int32_t* tokens = corpus_.tokens.data() + start_of(split, index);
+  std::copy_n(tokens, ids.size(), ids.begin());
+  std::copy_n(tokens + 1, labels.size(), labels.begin());
+}
+
+}  // namespace heddle::nn
