@@ -96,7 +96,7 @@ Tensor rope(const Tensor& x, const Tensor& positions, double theta = 10000.0);
 
 struct AttentionOptions {
   bool causal = false;
-  std::optional<double> scale;  // of the scores, finite and > 0; 1/sqrt(D) when absent
+  std::optional<double> scale = {};  // of the scores, finite and > 0; 1/sqrt(D) when absent
   std::string kernel = "auto";  // or the name of an attention variant, used or refused with its reason
 };
 // softmax(scale * q k^T) v by tiles. q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; Hq a multiple of Hkv (query head h reads key
