@@ -7,6 +7,8 @@
 #include <fstream>
 #include <iterator>
 #include <set>
+#include <system_error>
+#include <utility>
 
 namespace heddle::nn {
 namespace {
@@ -23,19 +25,19 @@ std::vector<std::string> components_of(const std::string& pattern) {
 bool is_searched(const fs::directory_entry& entry) {
   const std::string name = entry.path().filename().string();
   // Links to folders are left out: they can form a cycle.
-  return entry.is_directory() && !entry.is_symlink() && !name.starts_with('.') && name != "build" && name != "runs";
+  return !entry.is_symlink() && entry.is_directory() && !name.starts_with('.') && name != "build" && name != "runs";
 }
 
 // Adds the files below `folder` that match components[next..].
 void expand(const fs::path& folder, const std::vector<std::string>& components, std::size_t next, std::set<fs::path>& out) {
   if (next == components.size()) {
-    if (fs::is_regular_file(folder)) out.insert(folder.lexically_normal());
+    if (std::error_code ignored; fs::is_regular_file(folder, ignored)) out.insert(folder.lexically_normal());
     return;
   }
   const std::string& component = components[next];
   if (component.find_first_of("*?[") == std::string::npos) return expand(folder / component, components, next + 1, out);
   if (component == "**") expand(folder, components, next + 1, out);
-  if (!fs::is_directory(folder)) return;
+  if (std::error_code ignored; !fs::is_directory(folder, ignored)) return;
   for (const auto& entry : fs::directory_iterator(folder, fs::directory_options::skip_permission_denied)) {
     if (component == "**") {
       if (is_searched(entry)) expand(entry.path(), components, next, out);
@@ -63,9 +65,10 @@ TextCorpus read_text(const std::vector<std::string>& patterns, const fs::path& r
   const std::vector<fs::path> paths = find_files(patterns, root);
   std::string text;
   for (const fs::path& path : paths) {
+    const std::size_t start = text.size(), count = fs::file_size(path);
+    text.resize(start + count);
     std::ifstream file(path, std::ios::binary);
-    text.append(std::istreambuf_iterator<char>(file), {});
-    HEDDLE_CHECK(file && !file.bad(), "data: cannot read ", path.string());
+    HEDDLE_CHECK(file.read(text.data() + start, static_cast<std::streamsize>(count)), "data: cannot read ", path.string());
   }
   return {concat_text(paths.size(), paths.size() == 1 ? " file" : " files"), ByteTokenizer().encode(text)};
 }

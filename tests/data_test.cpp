@@ -194,6 +194,14 @@ TEST_F(TextFiles, AbsolutePathIsRead) {
   EXPECT_EQ(found({(root_ / "a.txt").string()}), (std::vector<std::string>{"a.txt"}));
 }
 
+TEST_F(TextFiles, LinksThatLeadNowhereAreNoFiles) {
+  write("a.h", "x");
+  fs::create_symlink("loop.h", root_ / "loop.h");
+  fs::create_symlink(".", root_ / "cycle");
+
+  EXPECT_EQ(found({"**/*.h"}), (std::vector<std::string>{"a.h"}));
+}
+
 TEST_F(TextFiles, PatternWithoutFilesIsNamed) {
   write("a.h", "x");
 
