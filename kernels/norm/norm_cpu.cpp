@@ -37,10 +37,10 @@ struct NormBackward {
   const NormBackwardArgs& args;
   std::int64_t N;
   std::vector<A> weight_values;
-  RowScratch<A> scratch;  // x, dout, xhat, g, dx
+  RowScratch<A> scratch;  // x, dout, xhat, dx
 
   explicit NormBackward(const NormBackwardArgs& a)
-      : args(a), N(a.x.shape[1]), weight_values(read_vector<T>(a.weight, N, A(1))), scratch(N, 5) {}
+      : args(a), N(a.x.shape[1]), weight_values(read_vector<T>(a.weight, N, A(1))), scratch(N, 4) {}
 
   void add_row(std::int64_t r, MutRow<A> dweight, MutRow<A> dbias) const {
     const bool is_layer = args.kind == NormKind::layer;
@@ -55,12 +55,12 @@ struct NormBackward {
     if (!args.dx.defined()) return;
 
     T* to = args.dx.as<T>() + r * args.dx.strides[0];
-    MutRow<A> g(scratch.row(3), N);
-    MutRow<A> dx(row_target(to, args.dx.strides[1], scratch.row(4)), N);
-    g = dout * Row<A>(weight_values.data(), N);
-    const A mean_g = is_layer ? g.mean() : A(0);
-    const A mean_gx = (g * xhat).mean();
-    dx = rstd * (g - mean_g - xhat * mean_gx);
+    const Row<A> weight(weight_values.data(), N);
+    MutRow<A> dx(row_target(to, args.dx.strides[1], scratch.row(3)), N);
+    dx = dout * weight;  // g
+    const A mean_g = is_layer ? dx.mean() : A(0);
+    const A mean_gx = (dx * xhat).mean();
+    dx = rstd * (dx - mean_g - xhat * mean_gx);
     write_row(dx.data(), to, args.dx.strides[1], N);
   }
 };

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/reduce/reduce.h"
@@ -9,38 +10,39 @@
 namespace heddle::cpu {
 namespace {
 
-// Output elements one task works on: their sums stay in registers and L1 while the input streams past.
-constexpr std::int64_t kBlock = 128;
+// Output elements one task works on. Along columns their sums stay in L1 while the input streams past in long runs; along
+// rows few are enough.
+constexpr std::int64_t kColumnBlock = 512;
+constexpr std::int64_t kRowBlock = 16;
 // Additions that are worth a task of their own.
 constexpr std::int64_t kTaskWork = std::int64_t{1} << 15;
 
-// Sum of n elements in 32 interleaved partial sums, which the compiler turns into vector registers.
-template <typename A, typename T>
-A sum_run(const T* x, std::int64_t stride, std::int64_t n) {
+// A stride known to be 1, for the loops that are to be vectorised.
+using UnitStride = std::integral_constant<std::int64_t, 1>;
+
+// Sum of n elements in 32 interleaved partial sums, which the compiler keeps in vector registers.
+template <typename A, typename T, typename Stride>
+A sum_run(const T* x, Stride stride, std::int64_t n) {
   constexpr int kLanes = 32;
   std::array<A, kLanes> lanes{};
   std::int64_t i = 0;
-  if (stride == 1) {
-    for (; i + kLanes <= n; i += kLanes)
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<A>(x[i + lane]);
-  } else {
-    for (; i + kLanes <= n; i += kLanes)
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<A>(x[(i + lane) * stride]);
-  }
+  for (; i + kLanes <= n; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<A>(x[(i + lane) * stride]);
   for (; i < n; ++i) lanes[0] += static_cast<A>(x[i * stride]);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   return lanes[0];
 }
 
-// sums[c] += row[c * stride].
-template <typename A, typename T>
-void add_row(const T* row, std::int64_t stride, std::int64_t count, A* sums) {
-  if (stride == 1) {
-    for (std::int64_t c = 0; c < count; ++c) sums[c] += static_cast<A>(row[c]);
-  } else {
-    for (std::int64_t c = 0; c < count; ++c) sums[c] += static_cast<A>(row[c * stride]);
-  }
+// sums[c] += the sum of column c of `rows` rows, four rows at a time so that sums pass through memory a fourth as often.
+template <typename A, typename T, typename Stride>
+void add_columns(const T* x, std::int64_t row_stride, std::int64_t rows, Stride stride, std::int64_t columns, A* __restrict sums) {
+  const auto at = [=](std::int64_t r, std::int64_t c) { return static_cast<A>(x[r * row_stride + c * stride]); };
+  std::int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    for (std::int64_t c = 0; c < columns; ++c) sums[c] += (at(r, c) + at(r + 1, c)) + (at(r + 2, c) + at(r + 3, c));
+  for (; r < rows; ++r)
+    for (std::int64_t c = 0; c < columns; ++c) sums[c] += at(r, c);
 }
 
 // One sum, cut into the dimensions that stay (walked by `kept`: input, output) and those that go (`reduced`: input).
@@ -49,19 +51,23 @@ class Summation {
   using A = accumulate_t<T>;
 
  public:
-  explicit Summation(const SumArgs& args) : args_(args), kept_(kept_loop(args)), reduced_(reduced_loop(args)) {}
+  explicit Summation(const SumArgs& args) : args_(args), kept_(kept_loop(args)), reduced_(reduced_loop(args)) {
+    // The inner loop runs along the smaller stride.
+    sums_rows_ = reduced_.inner_size() > 1 && (kept_.inner_size() == 1 || reduced_.inner_stride(0) < kept_.inner_stride(0));
+  }
 
   void run() const {
     const std::int64_t outputs = kept_.shape.numel(), terms = reduced_.shape.numel();
-    const std::int64_t blocks = (outputs + kBlock - 1) / kBlock;
+    const std::int64_t block = sums_rows_ ? kRowBlock : kColumnBlock;
+    const std::int64_t blocks = (outputs + block - 1) / block;
     const std::int64_t splits =
         blocks >= kReductionChunks ? 1 : std::clamp<std::int64_t>(outputs * terms / kTaskWork, 1, kReductionChunks);
     std::vector<A> partial(static_cast<std::size_t>(outputs * splits));  // [splits, outputs]
-    const std::int64_t grain = std::max<std::int64_t>(1, kTaskWork / (kBlock * (terms / splits + 1)));
+    const std::int64_t grain = std::max<std::int64_t>(1, kTaskWork / (block * (terms / splits + 1)));
     parallel_for(blocks * splits, grain, [&](std::int64_t task, std::int64_t last) {
       for (; task < last; ++task) {
-        const std::int64_t split = task / blocks, first = task % blocks * kBlock;
-        add_block(first, std::min(first + kBlock, outputs), terms * split / splits, terms * (split + 1) / splits,
+        const std::int64_t split = task / blocks, first = task % blocks * block;
+        add_block(first, std::min(first + block, outputs), terms * split / splits, terms * (split + 1) / splits,
                   partial.data() + split * outputs + first);
       }
     });
@@ -87,18 +93,17 @@ class Summation {
     return {shape, {from}};
   }
 
-  // Adds terms [from, to) of outputs [first, last) to sums. The inner loop runs along the smaller stride.
+  // Adds terms [from, to) of outputs [first, last) to sums.
   void add_block(std::int64_t first, std::int64_t last, std::int64_t from, std::int64_t to, A* sums) const {
-    const T* x = args_.x.as<T>();
     const std::int64_t across = kept_.inner_stride(0), along = reduced_.inner_stride(0);
-    const bool inner_is_reduced = reduced_.inner_size() > 1 && (kept_.inner_size() == 1 || along < across);
     kept_.walk(first, last, [&](const std::array<std::int64_t, 2>& kept, std::int64_t outputs) {
       reduced_.walk(from, to, [&](const std::array<std::int64_t, 1>& reduced, std::int64_t terms) {
-        const T* start = x + kept[0] + reduced[0];
-        if (inner_is_reduced)
-          for (std::int64_t c = 0; c < outputs; ++c) sums[c] += sum_run<A>(start + c * across, along, terms);
-        else
-          for (std::int64_t r = 0; r < terms; ++r) add_row(start + r * along, across, outputs, sums);
+        const T* x = args_.x.as<T>() + kept[0] + reduced[0];
+        if (sums_rows_)
+          for (std::int64_t c = 0; c < outputs; ++c)
+            sums[c] += along == 1 ? sum_run<A>(x + c * across, UnitStride{}, terms) : sum_run<A>(x + c * across, along, terms);
+        else if (across == 1) add_columns(x, along, terms, UnitStride{}, outputs, sums);
+        else add_columns(x, along, terms, across, outputs, sums);
       });
       sums += outputs;
     });
@@ -106,7 +111,7 @@ class Summation {
 
   void write(std::vector<A>& partial, std::int64_t splits) const {
     const std::int64_t outputs = kept_.shape.numel();
-    for (std::int64_t split = 1; split < splits; ++split) add_row(partial.data() + split * outputs, 1, outputs, partial.data());
+    add_columns(partial.data() + outputs, outputs, splits - 1, UnitStride{}, outputs, partial.data());
     if (args_.out.dtype == dtype_of<T>()) write_as<T>(partial.data());
     else write_as<float>(partial.data());
   }
@@ -128,6 +133,7 @@ class Summation {
   const SumArgs& args_;
   StridedLoop<2> kept_;
   StridedLoop<1> reduced_;
+  bool sums_rows_;
 };
 
 template <typename T>
