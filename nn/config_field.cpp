@@ -36,13 +36,16 @@ std::string list_text(const std::vector<std::string>& items) {
 }  // namespace
 
 bool Range::contains(double value) const {
-  return std::isfinite(value) && (low_included ? value >= low : value > low) && (high_included ? value <= high : value < high);
+  const bool above_low = low_included ? value >= low : value > low;
+  const bool below_high = high_included ? value <= high : value < high;
+  return std::isfinite(value) && above_low && below_high;
 }
 
 std::string Range::text() const {
   if (std::isinf(low) && std::isinf(high)) return "";
   if (std::isinf(high)) return (low_included ? ">= " : "> ") + number_text(low);
-  return concat_text("in ", low_included ? '[' : '(', number_text(low), ", ", number_text(high), high_included ? ']' : ')');
+  const std::string ends = number_text(low) + ", " + number_text(high);
+  return (low_included ? "in [" : "in (") + ends + (high_included ? "]" : ")");
 }
 
 bool Field::in_bounds() const {
@@ -55,7 +58,9 @@ bool Field::in_bounds() const {
           [&](const std::int64_t* value) { return rule.range.contains(static_cast<double>(*value)); },
           [&](const double* value) { return rule.range.contains(*value); },
           [&](const std::string* value) { return good_text(*value); },
-          [&](const std::vector<std::string>* value) { return !value->empty() && std::ranges::all_of(*value, good_text); },
+          [&](const std::vector<std::string>* value) {
+            return !value->empty() && std::ranges::all_of(*value, good_text);
+          },
           [](const Choice&) { return true; },
           [](const std::optional<bool>*) { return true; },
           [&](const std::optional<std::int64_t>* value) {
@@ -67,16 +72,22 @@ bool Field::in_bounds() const {
 }
 
 std::string Field::expected() const {
-  const std::string text(rule.form.empty() ? "string" : rule.form);
+  const std::string text(rule.form.empty() ? "non-empty string" : rule.form);
   return std::visit(Overload{
                         [](const bool*) -> std::string { return "true or false"; },
                         [&](const std::int64_t*) { return with_bound("integer", rule.range); },
                         [&](const double*) { return with_bound("number", rule.range); },
                         [&](const std::string*) { return text; },
-                        [&](const std::vector<std::string>*) -> std::string { return "list of strings"; },
-                        [](const Choice& choice) { return "one of " + join(choice.names); },
+                        [&](const std::vector<std::string>*) -> std::string {
+                          return "non-empty list of non-empty strings";
+                        },
+                        [](const Choice& choice) {
+                          return "one of " + join(choice.names) + (choice.clear ? ", null" : "");
+                        },
                         [](const std::optional<bool>*) -> std::string { return "true, false or null"; },
-                        [&](const std::optional<std::int64_t>*) { return with_bound("integer", rule.range) + " or null"; },
+                        [&](const std::optional<std::int64_t>*) {
+                          return with_bound("integer", rule.range) + " or null";
+                        },
                         [&](const std::optional<std::string>*) { return text + " or null"; },
                     },
                     target);
@@ -107,7 +118,8 @@ void require_valid(std::string_view section, const std::vector<Field>& fields, c
   for (const Field& field : fields)
     if (!field.in_bounds()) report(field.key, field.expected() + ", got " + field.value_text());
   for (const Conflict& conflict : conflicts) {
-    report(conflict.key, concat_text(conflict.expected, ' ', conflict.other, " (", conflict.other_value, "), got ", conflict.got));
+    const std::string other = conflict.other + " (" + conflict.other_value + ")";
+    report(conflict.key, conflict.expected + " " + other + ", got " + conflict.got);
   }
   if (!errors.empty()) throw ConfigError(errors);
 }

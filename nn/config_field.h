@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -32,12 +33,16 @@ constexpr Range at_least(double low) { return {.low = low}; }
 constexpr Range above(double low) { return {.low = low, .low_included = false}; }
 constexpr Range between(double low, double high) { return {.low = low, .high = high}; }
 constexpr Range from_below(double low, double high) { return {.low = low, .high = high, .high_included = false}; }
+constexpr Range strictly_between(double low, double high) {
+  return {.low = low, .high = high, .low_included = false, .high_included = false};
+}
 
-// An enum behind its names: get() is the current name (nothing for an unset optional), set() takes an index of `names`.
+// An enum behind its names.
 struct Choice {
   std::vector<std::string_view> names;
-  std::function<std::optional<std::string_view>()> get;
-  std::function<void(std::size_t)> set;
+  std::function<std::optional<std::string_view>()> get;  // nothing for an unset optional
+  std::function<void(std::size_t)> set;                  // takes an index of `names`
+  std::function<void()> clear;                           // empty unless the target is optional
 };
 
 // Where a value lives. An optional may be left out or null: it then takes a default that depends on other keys.
@@ -58,15 +63,14 @@ struct Field {
   FieldRule rule;
 
   bool in_bounds() const;          // whether the current value obeys the rule; an unset optional does
-  std::string expected() const;    // "integer >= 1", "one of gpt2, llama", "string or null"
+  std::string expected() const;    // "integer >= 1", "one of gpt2, llama", "non-empty string or null"
   std::string value_text() const;  // the current value as YAML: 0.001, "runs/tiny", ["a", "b"], null
 };
 
-// A rule between two keys that does not hold: `key` was expected to be `expected` of `other`, whose value is
-// `other_value`, but is `got`.
+// A rule between two keys that does not hold, read as `key: expected <expected> <other> (<other_value>), got <got>`.
 struct Conflict {
   std::string key;
-  std::string expected;  // ends just before the name of the other key: "a multiple of"
+  std::string expected;  // "a multiple of"
   std::string other;
   std::string other_value;
   std::string got;
@@ -102,6 +106,7 @@ Choice choice(Target& target, EnumNames<Enum> names) {
     return value ? std::optional(name_of(names, *value)) : std::nullopt;
   };
   out.set = [&target, names](std::size_t index) { target = names[index].second; };
+  if constexpr (std::is_same_v<Target, std::optional<Enum>>) out.clear = [&target] { target.reset(); };
   return out;
 }
 

@@ -16,8 +16,8 @@ std::vector<Field> fields(DataConfig& c) {
       {"files", &c.files, {}},
       {"operation", choice(c.operation, kOperations), {}},
       {"digits", &c.digits, {.range = between(1, 9)}},
-      {"sequence_length", &c.sequence_length, {.range = at_least(1)}},
-      {"validation_fraction", &c.validation_fraction, {.range = {.low = 0, .high = 1, .low_included = false, .high_included = false}}},
+      {"sequence_length", &c.sequence_length, {.range = at_least(1), .derived = "model.max_position_embeddings"}},
+      {"validation_fraction", &c.validation_fraction, {.range = strictly_between(0, 1)}},
   };
 }
 
@@ -58,10 +58,12 @@ std::vector<Field> fields(AttentionConfig& c) {
 std::vector<Conflict> conflicts(const TrainConfig& c) {
   std::vector<Conflict> out;
   if (c.warmup_steps > c.max_steps) {
-    out.push_back({"warmup_steps", "at most", "max_steps", std::to_string(c.max_steps), std::to_string(c.warmup_steps)});
+    out.push_back({"warmup_steps", "at most", "max_steps", std::to_string(c.max_steps),
+                   std::to_string(c.warmup_steps)});
   }
   if (c.min_learning_rate > c.learning_rate) {
-    out.push_back({"min_learning_rate", "at most", "learning_rate", number_text(c.learning_rate), number_text(c.min_learning_rate)});
+    out.push_back({"min_learning_rate", "at most", "learning_rate", number_text(c.learning_rate),
+                   number_text(c.min_learning_rate)});
   }
   return out;
 }

@@ -30,7 +30,7 @@ struct DataConfig {
   std::vector<std::string> files{"**/*.h", "**/*.cpp", "**/*.md"};  // text: globs, from the working directory
   Operation operation = Operation::addition;                        // arithmetic
   std::int64_t digits = 2;                                          // arithmetic: digits of each operand
-  std::int64_t sequence_length = 128;
+  std::int64_t sequence_length = 128;  // a config file without it takes the model's longest
   double validation_fraction = 0.05;
 
   friend bool operator==(const DataConfig&, const DataConfig&) = default;
@@ -60,7 +60,7 @@ struct TrainConfig {
   std::int64_t eval_iters = 20;   // batches an evaluation of text reads
   std::int64_t save_steps = 200;  // 0: only after the last step
   std::int64_t save_total_limit = 3;
-  std::optional<std::string> resume_from_checkpoint;  // a checkpoint folder, or "auto": the last one in output_dir
+  std::optional<std::string> resume_from_checkpoint = {};  // a checkpoint folder, or "auto": the last one in output_dir
 
   friend bool operator==(const TrainConfig&, const TrainConfig&) = default;
 };

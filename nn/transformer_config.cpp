@@ -5,10 +5,7 @@ namespace {
 
 constexpr EnumNames<Architecture> kArchitectures{kArchitectureNames};
 constexpr EnumNames<Activation> kActivations{kActivationNames};
-
-std::string name_of_activation(const TransformerConfig& config) {
-  return std::string(name_of(kActivations, config.activation()));
-}
+constexpr std::int64_t kMaxHeadDim = 256;  // of the attention kernels
 
 }  // namespace
 
@@ -33,7 +30,7 @@ std::vector<Field> fields(TransformerConfig& c) {
       {"num_hidden_layers", &c.num_hidden_layers, {.range = positive, .required = true}},
       {"num_attention_heads", &c.num_attention_heads, {.range = positive, .required = true}},
       {"num_key_value_heads", &c.num_key_value_heads, {.range = positive, .derived = "num_attention_heads"}},
-      {"head_dim", &c.head_dim, {.range = between(1, 256), .derived = "hidden_size / num_attention_heads"}},
+      {"head_dim", &c.head_dim, {.range = between(1, kMaxHeadDim), .derived = "hidden_size / num_attention_heads"}},
       {"intermediate_size", &c.intermediate_size, {.range = positive, .derived = "4 * hidden_size"}},
       {"max_position_embeddings", &c.max_position_embeddings, {.range = positive, .required = true}},
       {"tie_word_embeddings", &c.tie_word_embeddings, {.derived = "true for gpt2, false for llama"}},
@@ -52,24 +49,28 @@ std::vector<Field> fields(TransformerConfig& c) {
 
 std::vector<Conflict> conflicts(const TransformerConfig& c) {
   std::vector<Conflict> out;
+  const auto number = [](std::int64_t value) { return std::to_string(value); };
   const std::int64_t heads = c.num_attention_heads;
-  const std::string architecture(name_of(kArchitectures, c.architecture));
-  if (!c.head_dim && heads > 0 && c.hidden_size % heads != 0) {
-    out.push_back({"hidden_size", "a multiple of", "num_attention_heads", std::to_string(heads), std::to_string(c.hidden_size)});
+  const bool has_whole_heads = c.head_dim || heads <= 0 || c.hidden_size % heads == 0;
+  if (!has_whole_heads) {
+    out.push_back({"hidden_size", "a multiple of", "num_attention_heads", number(heads), number(c.hidden_size)});
+  }
+  if (!c.head_dim && c.head_size() > kMaxHeadDim) {
+    const std::string at_most = "at most " + number(kMaxHeadDim) + " times";
+    out.push_back({"hidden_size", at_most, "num_attention_heads", number(heads), number(c.hidden_size)});
   }
   if (c.kv_heads() > 0 && heads % c.kv_heads() != 0) {
-    out.push_back({"num_attention_heads", "a multiple of", "num_key_value_heads", std::to_string(c.kv_heads()), std::to_string(heads)});
+    out.push_back({"num_attention_heads", "a multiple of", "num_key_value_heads", number(c.kv_heads()), number(heads)});
   }
-  if (!c.head_dim && c.head_size() > 256) {
-    out.push_back({"hidden_size", "at most 256 times", "num_attention_heads", std::to_string(heads), std::to_string(c.hidden_size)});
+  const std::string architecture(name_of(kArchitectures, c.architecture));
+  if (c.is_llama() && has_whole_heads && c.head_size() % 2 != 0) {
+    out.push_back({"head_dim", "an even number for", "architecture", architecture, number(c.head_size())});
   }
-  if (c.is_llama() && c.head_size() % 2 != 0) {
-    out.push_back({"head_dim", "an even number for the rotary positions of", "architecture", architecture, std::to_string(c.head_size())});
-  }
-  const bool gated = c.activation() == Activation::silu;
-  if (gated != c.is_llama()) {
-    out.push_back({"hidden_act", c.is_llama() ? "silu for" : "gelu, gelu_new or gelu_pytorch_tanh for", "architecture", architecture,
-                   name_of_activation(c)});
+  const bool is_gated = c.activation() == Activation::silu;
+  if (is_gated != c.is_llama()) {
+    const std::string_view fitting = c.is_llama() ? "silu for" : "gelu, gelu_new or gelu_pytorch_tanh for";
+    const std::string_view given = name_of(kActivations, c.activation());
+    out.push_back({"hidden_act", std::string(fitting), "architecture", architecture, std::string(given)});
   }
   return out;
 }

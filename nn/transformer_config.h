@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -31,17 +32,17 @@ struct TransformerConfig {
   std::int64_t hidden_size = 0;
   std::int64_t num_hidden_layers = 0;
   std::int64_t num_attention_heads = 0;
-  std::optional<std::int64_t> num_key_value_heads;
-  std::optional<std::int64_t> head_dim;
-  std::optional<std::int64_t> intermediate_size;
+  std::optional<std::int64_t> num_key_value_heads = {};
+  std::optional<std::int64_t> head_dim = {};
+  std::optional<std::int64_t> intermediate_size = {};
   std::int64_t max_position_embeddings = 0;
-  std::optional<bool> tie_word_embeddings;
-  std::optional<Activation> hidden_act;
+  std::optional<bool> tie_word_embeddings = {};
+  std::optional<Activation> hidden_act = {};
   double layer_norm_epsilon = 1e-5;  // gpt2
   double rms_norm_eps = 1e-6;        // llama, and the q/k norms of both
   double rope_theta = 10000;         // llama
-  std::optional<bool> attention_bias;
-  std::optional<bool> mlp_bias;
+  std::optional<bool> attention_bias = {};
+  std::optional<bool> mlp_bias = {};
   bool qk_norm = false;  // RMSNorm over each head of q and k, before rotary positions
   double resid_pdrop = 0;
   double embd_pdrop = 0;
@@ -49,7 +50,7 @@ struct TransformerConfig {
 
   bool is_llama() const { return architecture == Architecture::llama; }
   std::int64_t kv_heads() const { return num_key_value_heads.value_or(num_attention_heads); }
-  std::int64_t head_size() const { return head_dim.value_or(num_attention_heads > 0 ? hidden_size / num_attention_heads : 0); }
+  std::int64_t head_size() const { return head_dim.value_or(hidden_size / std::max<std::int64_t>(num_attention_heads, 1)); }
   std::int64_t ffn_size() const { return intermediate_size.value_or(4 * hidden_size); }
   bool tied() const { return tie_word_embeddings.value_or(!is_llama()); }
   Activation activation() const { return hidden_act.value_or(is_llama() ? Activation::silu : Activation::gelu_tanh); }

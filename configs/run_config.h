@@ -1,0 +1,40 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "nn/train_config.h"
+#include "nn/transformer_config.h"
+
+namespace heddle::config {
+
+// Everything one run needs: the sections of a config file.
+struct RunConfig {
+  nn::TransformerConfig model;
+  nn::DataConfig data;
+  nn::TrainConfig train;
+  nn::AttentionConfig attention;
+  std::string device = "auto";  // auto, cpu, cuda or cuda:N
+
+  friend bool operator==(const RunConfig&, const RunConfig&) = default;
+};
+
+// One section of a config file; the name of the top level is "".
+struct SectionFields {
+  std::string name;
+  std::vector<nn::Field> fields;
+};
+
+// Every key of a config file, in the order in which they are written. The fields point into `config`.
+std::vector<SectionFields> sections(RunConfig& config);
+
+// Reads a config file; each override is `section.key=value`, its value YAML, and wins over the file. Every optional of the
+// result is filled in. Throws heddle::ConfigError listing every mistake, one a line:
+//   configs/tiny.yaml:12:12: model.num_hidden_layers: expected integer >= 1, got "eight"
+//   --set train.max_step: expected a known key, got "max_step"; did you mean max_steps?
+RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {});
+
+// The config as a YAML file that loads as the same config.
+std::string to_yaml(const RunConfig& config);
+
+}  // namespace heddle::config

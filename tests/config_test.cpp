@@ -1,0 +1,304 @@
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <locale>
+#include <sstream>
+
+#include "configs/run_config.h"
+#include "configs/yaml_reader.h"
+#include "kernels/runtime/check.h"
+
+namespace heddle::config {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kRequiredKeys = R"(model:
+  architecture: llama
+  hidden_size: 48
+  num_hidden_layers: 2
+  num_attention_heads: 6
+  max_position_embeddings: 40
+data:
+  source: text
+train:
+  max_steps: 10
+)";
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Messages hold the path as it was given, so the tests run at the root of the sources and give relative paths.
+class Config : public testing::Test {
+ protected:
+  void SetUp() override { fs::current_path(HEDDLE_SOURCE_DIR); }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  // A file of the test's own, gone after the test.
+  std::string write(std::string_view text, const std::string& name = "run.yaml") {
+    fs::create_directories(folder_);
+    const fs::path path = folder_ / name;
+    std::ofstream(path, std::ios::binary) << text;
+    return path.string();
+  }
+
+  static RunConfig load(const std::string& path, const std::vector<std::string>& overrides = {}) {
+    return load_run_config(path, overrides);
+  }
+
+  // All the mistakes of a config, "" if there are none.
+  static std::string mistakes(const std::string& path, const std::vector<std::string>& overrides = {}) {
+    try {
+      load(path, overrides);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  static std::vector<fs::path> yaml_files(const fs::path& folder) {
+    std::vector<fs::path> out;
+    for (const auto& entry : fs::directory_iterator(folder))
+      if (entry.path().extension() == ".yaml") out.push_back(entry.path());
+    std::ranges::sort(out);
+    return out;
+  }
+
+  const fs::path folder_ = fs::temp_directory_path() / ("heddle_config_test_" + std::to_string(::getpid()));
+};
+
+TEST_F(Config, EveryShippedConfigLoadsAndNamesItsOutputAfterItself) {
+  const auto files = yaml_files("configs");
+  ASSERT_GE(files.size(), 3u);
+
+  for (const fs::path& file : files) {
+    ASSERT_EQ(mistakes(file.string()), "");
+    EXPECT_EQ(load(file.string()).train.output_dir, "runs/" + file.stem().string());
+  }
+}
+
+TEST_F(Config, EveryBadConfigGivesExactlyItsMessages) {
+  const auto files = yaml_files("tests/data/bad_configs");
+  ASSERT_GE(files.size(), 20u);
+
+  for (const fs::path& file : files) {
+    fs::path expected = file;
+    EXPECT_EQ(mistakes(file.string()) + "\n", read_text(expected.replace_extension(".expected"))) << file;
+  }
+}
+
+TEST_F(Config, RequiredKeysAloneAreEnough) {
+  const RunConfig config = load(write(kRequiredKeys));
+
+  EXPECT_EQ(config.model.num_key_value_heads, 6);
+  EXPECT_EQ(config.model.head_dim, 8);
+  EXPECT_EQ(config.model.intermediate_size, 192);
+  EXPECT_EQ(config.model.hidden_act, nn::Activation::silu);
+  EXPECT_EQ(config.model.attention_bias, false);
+  EXPECT_EQ(config.data.sequence_length, 40);
+  EXPECT_EQ(config.train.output_dir, "runs/run");
+  EXPECT_EQ(config.device, "auto");
+}
+
+TEST_F(Config, NullOptionalTakesItsDefault) {
+  const RunConfig config = load(write(kRequiredKeys), {"model.head_dim=null", "model.hidden_act=~", "model.mlp_bias="});
+
+  EXPECT_EQ(config, load(write(kRequiredKeys)));
+}
+
+TEST_F(Config, ResolvedConfigLoadsAsTheSameConfig) {
+  for (const fs::path& file : yaml_files("configs")) {
+    const RunConfig config = load(file.string());
+    EXPECT_EQ(load(write(to_yaml(config), "config.yaml")), config) << file;
+  }
+}
+
+TEST_F(Config, EveryKeySurvivesWritingAndReading) {
+  RunConfig config = load(write(kRequiredKeys));
+  config.model.rope_theta = 1.0 / 3;  // 17 digits
+  config.model.initializer_range = 5e-324;
+  config.model.rms_norm_eps = 1.7976931348623157e308;
+  config.model.qk_norm = true;
+  config.model.hidden_act = nn::Activation::silu;
+  config.data.files = {"a b.txt", "no", "\"quoted\" \\ back\n\ttab", "Загрузки/ö.md", "byte \xff", "#", "1e3", "null"};
+  config.train.seed = 9223372036854775807;
+  config.train.resume_from_checkpoint = "null";
+  config.train.precision = nn::Precision::bf16;
+  config.attention.deterministic = true;
+  config.device = "cuda:3";
+
+  EXPECT_EQ(load(write(to_yaml(config))), config);
+}
+
+TEST_F(Config, ReadmeTableListsEveryKeyWithItsBoundAndDefault) {
+  RunConfig defaults;
+  std::vector<std::string> expected;
+  for (const SectionFields& section : sections(defaults)) {
+    for (const nn::Field& field : section.fields) {
+      const std::string name = section.name.empty() ? field.key : section.name + "." + field.key;
+      std::string value = field.rule.required ? "required" : std::string(field.rule.derived);
+      if (value.empty()) value = field.value_text();
+      expected.push_back("| `" + name + "` | " + field.expected() + " | " + value + " | ");
+    }
+  }
+
+  std::vector<std::string> rows;
+  const std::string text = read_text("configs/README.md");
+  std::istringstream readme(text.substr(text.find("## Keys")));
+  for (std::string line; std::getline(readme, line);)
+    if (line.starts_with("| `")) rows.push_back(line);
+
+  ASSERT_EQ(rows.size(), expected.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i].substr(0, expected[i].size()), expected[i]);
+    EXPECT_GT(rows[i].size(), expected[i].size() + 2) << "no meaning: " << rows[i];
+  }
+}
+
+TEST_F(Config, EveryNumberFormOfYamlIsANumber) {
+  const std::string path = write(kRequiredKeys);
+  for (const char* text : {"1e-4", "1E-4", "1.e-4", ".0001", "+1e-4", "0.0001", "+.0001", "1e-04", "0.1e-3"})
+    EXPECT_EQ(load(path, {std::string("train.learning_rate=") + text}).train.learning_rate, 1e-4) << text;
+  for (const char* text : {"1e4", "1.0e+4", "10000", "10000.", "+1E4"})
+    EXPECT_EQ(load(path, {std::string("model.rope_theta=") + text}).model.rope_theta, 10000) << text;
+  for (const char* text : {"16", "+16", "0x10", "0o20", "016"})
+    EXPECT_EQ(load(path, {std::string("train.micro_batch_size=") + text}).train.micro_batch_size, 16) << text;
+}
+
+TEST_F(Config, WhatOnlyLooksLikeANumberIsNone) {
+  for (const char* text : {"", ".", "-", "+", "+-1", "-+1", "--1", "1e", "e1", "1_000", "1,5", "1 ", " 1", "0x", ".inf",
+                           "inf", "nan", ".nan", "1e999", "1f", "1.0.0"})
+    EXPECT_EQ(parse_number(text), std::nullopt) << text;
+  for (const char* text : {"", "+", "+-1", "1e4", "1.0", "0x-1", "0o-1", "0x", "0o8", "1_000", "9223372036854775808"})
+    EXPECT_EQ(parse_integer(text), std::nullopt) << text;
+}
+
+// The decimal comma and digit groups of many languages, without the need for one of them on this machine.
+struct CommaPunctuation : std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '.'; }
+  std::string do_grouping() const override { return "\3"; }
+};
+
+TEST_F(Config, DecimalCommaOfTheLocaleHasNoEffect) {
+  const std::string path = write(kRequiredKeys);
+  const std::vector<std::string> overrides{"train.learning_rate=1.5e-4", "train.max_steps=1234567", "train.seed=1.5"};
+  const std::vector<std::string> good(overrides.begin(), overrides.begin() + 2);
+  const std::string text = to_yaml(load(path, good));
+  const std::string message = mistakes(path, overrides);
+
+  const std::locale before = std::locale::global(std::locale(std::locale::classic(), new CommaPunctuation));
+  const std::string text_with_comma = to_yaml(load(path, good));
+  const std::string message_with_comma = mistakes(path, overrides);
+  std::locale::global(before);
+
+  EXPECT_EQ(text_with_comma, text);
+  EXPECT_EQ(message_with_comma, message);
+}
+
+TEST_F(Config, StringKeysKeepTheirTextAsWritten) {
+  const std::string path = write(kRequiredKeys);
+  for (const char* text : {"no", "yes", "1e3", "0x10", "true", "y", "runs/a b", "Загрузки/ö"})
+    EXPECT_EQ(load(path, {std::string("train.output_dir=") + text}).train.output_dir, text);
+  EXPECT_EQ(load(path, {"train.output_dir='null'"}).train.output_dir, "null");
+  EXPECT_EQ(mistakes(path, {"train.output_dir=null"}), "--set train.output_dir: expected non-empty string, got null");
+}
+
+TEST_F(Config, OverrideWinsOverTheFileAndTheLastOneOverTheFirst) {
+  const RunConfig config = load("configs/tiny.yaml", {"train.max_steps=200", "device=cpu", "data.files=[\"a b\", c]",
+                                                      "attention.kernel=cpu", "train.max_steps=300"});
+
+  EXPECT_EQ(config.train.max_steps, 300);
+  EXPECT_EQ(config.device, "cpu");
+  EXPECT_EQ(config.data.files, (std::vector<std::string>{"a b", "c"}));
+  EXPECT_EQ(config.attention.kernel, "cpu");
+}
+
+TEST_F(Config, OverridesAreCheckedLikeTheFile) {
+  const std::string path = write(kRequiredKeys);
+  const std::vector<std::string> overrides{
+      "train.max_step=200", "train.micro_batch_size=eight", "train.warmup_steps=11", "model.num_layers.x=1",
+      "data=[text]",        "train.seed=[1",                "max_steps=5",           "train.seed",
+      "=3",                 "train.output_dir=a: b: c"};
+
+  EXPECT_EQ(mistakes(path, overrides),
+            "--set train.max_step: expected a known key, got \"max_step\"; did you mean max_steps?\n"
+            "--set train.micro_batch_size: expected integer >= 1, got \"eight\"\n"
+            "--set train.warmup_steps: expected at most train.max_steps (10, line 10), got 11\n"
+            "--set model.num_layers.x: expected a known key, got \"num_layers.x\"; configs/README.md lists the keys\n"
+            "--set data: expected a map of keys, got a list\n"
+            "--set train.seed: expected valid YAML, got a syntax error (end of sequence flow not found)\n"
+            "--set max_steps: expected a known key, got \"max_steps\"; it belongs under train\n"
+            "--set train.seed: expected KEY=VALUE, got \"train.seed\"\n"
+            "--set =3: expected KEY=VALUE, got \"=3\"\n"
+            "--set train.output_dir: expected valid YAML, got a syntax error (illegal map value)");
+}
+
+TEST_F(Config, RuleBrokenByTheFileAgainstAnOverrideNamesBoth) {
+  const std::string path = write(kRequiredKeys);
+
+  EXPECT_EQ(mistakes(path, {"model.num_attention_heads=5"}),
+            path + ":3:16: model.hidden_size: expected a multiple of model.num_attention_heads (5, --set), got 48");
+}
+
+TEST_F(Config, MissingFileAndFolderAreNamed) {
+  EXPECT_EQ(mistakes("configs/tyni.yaml"), "cannot open configs/tyni.yaml: No such file or directory");
+  EXPECT_EQ(mistakes("configs"), "cannot open configs: it is a folder, a file is needed");
+}
+
+TEST_F(Config, PathOfAnyBytesIsOpenedAndShownEscaped) {
+  const std::string path = write("- a\n", "Загрузки ö \xff.yaml");
+
+  const std::string shown = (folder_ / "Загрузки ö \\xFF.yaml").string();
+  EXPECT_EQ(mistakes(path), shown + ":1:1: expected a map of keys, got a list");
+}
+
+TEST_F(Config, WindowsLineEndsAndByteOrderMarkAreIgnored) {
+  std::string text = "\xef\xbb\xbf";
+  for (const char c : kRequiredKeys) text += c == '\n' ? std::string("\r\n") : std::string(1, c);
+
+  EXPECT_EQ(load(write(text)), load(write(kRequiredKeys)));
+}
+
+TEST_F(Config, DeeplyNestedFileIsRefused) {
+  EXPECT_NE(mistakes(write("a: " + std::string(100000, '['))), "");
+}
+
+TEST(TransformerConfig, ValidateNamesEveryBadKeyAndRule) {
+  const nn::TransformerConfig config{.architecture = nn::Architecture::llama,
+                                     .hidden_size = 10,
+                                     .num_attention_heads = 3,
+                                     .max_position_embeddings = 8,
+                                     .rms_norm_eps = 0};
+
+  try {
+    nn::validate(config);
+    FAIL() << "accepted";
+  } catch (const ConfigError& error) {
+    EXPECT_STREQ(error.what(),
+                 "model.num_hidden_layers: expected integer >= 1, got 0\n"
+                 "model.rms_norm_eps: expected number > 0, got 0\n"
+                 "model.hidden_size: expected a multiple of num_attention_heads (3), got 10");
+  }
+}
+
+TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
+  const nn::TrainConfig config{.output_dir = "runs/x", .max_steps = 5, .learning_rate = 1.0 / 0.0, .warmup_steps = 6};
+
+  try {
+    nn::validate(config);
+    FAIL() << "accepted";
+  } catch (const ConfigError& error) {
+    EXPECT_STREQ(error.what(),
+                 "train.learning_rate: expected number > 0, got inf\n"
+                 "train.warmup_steps: expected at most max_steps (5), got 6");
+  }
+}
+
+}  // namespace
+}  // namespace heddle::config
