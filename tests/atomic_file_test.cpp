@@ -205,10 +205,13 @@ TEST(AtomicFile, FailedWriteKeepsTheOldContentsAndCleansUp) {
   EXPECT_EQ(entries(folder.path()), std::vector<std::string>{"f"});
 }
 
-TEST(AtomicFile, DeviceThatIsFullGivesTheSystemsText) {
-  if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
-  // A device would be replaced by a file: refused before the first write.
-  EXPECT_EQ(error_of([] { write_file("/dev/full", "x"); }), "cannot write /dev/full: it is not a regular file");
+// Renaming onto /dev/stdout or a pipe would replace it by a file.
+TEST(AtomicFile, PipesAndDevicesAreNotReplaced) {
+  const TempFolder folder;
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+
+  EXPECT_EQ(error_of([&] { write_file(folder / "pipe", "x"); }),
+            "cannot write " + (folder / "pipe").native() + ": it is not a regular file");
 }
 
 TEST(AtomicFile, MissingFolderIsNamed) {
