@@ -1,0 +1,61 @@
+#include <cmath>
+#include <iostream>
+#include <optional>
+#include <string>
+
+#include "autograd/ops.h"
+#include "examples/commands.h"
+#include "nn/safetensors.h"
+
+namespace heddle::examples {
+namespace {
+
+struct AttentionCommand {
+  std::string input, output, kernel = "auto", device = "cpu";
+  bool causal = false;
+  std::optional<double> scale;
+};
+
+Tensor read_input(const nn::SafetensorsFile& file, const std::string& name, Device device) {
+  const Tensor tensor = file.read(name).to(device);
+  HEDDLE_CHECK(tensor.rank() == 4 && is_floating(tensor.dtype()), "attention: '", name,
+               "' must be a floating tensor [B, S, H, D], got ", tensor.describe());
+  return tensor;
+}
+
+int run_attention(const AttentionCommand& command) {
+  const Device device = parse_device(command.device);
+  const nn::SafetensorsFile file(command.input);
+  Tensor q = read_input(file, "q", device), k = read_input(file, "k", device), v = read_input(file, "v", device);
+  const bool has_gradient = file.contains("do");
+  for (Tensor* input : {&q, &k, &v}) input->set_requires_grad(has_gradient);
+
+  const AttentionResult result =
+      attention_with_lse(q, k, v, {.causal = command.causal, .scale = command.scale, .kernel = command.kernel});
+  std::vector<std::pair<std::string, Tensor>> outputs = {{"o", result.out.detach()}, {"lse", result.lse.detach()}};
+  if (has_gradient) {
+    result.out.backward(read_input(file, "do", device));
+    outputs.insert(outputs.end(), {{"dq", q.grad()}, {"dk", k.grad()}, {"dv", v.grad()}});
+  }
+  for (auto& [name, tensor] : outputs) tensor = tensor.to(kCpu);
+  nn::write_safetensors(command.output, outputs);
+  for (const auto& [name, tensor] : outputs) std::cout << name << "  " << tensor.describe() << '\n';
+  return 0;
+}
+
+}  // namespace
+
+void add_attention_command(CLI::App& app, int& exit_code) {
+  CLI::App* sub = app.add_subcommand("attention", "Run heddle's attention on tensors from a safetensors file");
+  const auto command = std::make_shared<AttentionCommand>();
+  sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D] and, for gradients, do")->required();
+  sub->add_option("--output", command->output, "File to write: o, lse and, if do was given, dq, dk, dv")->required();
+  sub->add_flag("--causal", command->causal, "Query i sees keys j <= i + Sk - Sq (bottom-right aligned)");
+  sub->add_option("--scale", command->scale, "Factor of the scores; 1/sqrt(D) if not given");
+  sub->add_option("--kernel", command->kernel, "auto, or the name of a variant")->capture_default_str();
+  sub->add_option("--device", command->device, "cpu, cuda or cuda:N")->capture_default_str();
+  sub->footer("Example: heddle attention --input qkv.safetensors --output out.safetensors --causal");
+  sub->callback([command, &exit_code] { exit_code = run_attention(*command); });
+}
+
+}  // namespace heddle::examples
