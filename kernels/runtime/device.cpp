@@ -3,6 +3,9 @@
 #include <charconv>
 
 #include "kernels/runtime/check.h"
+#if HEDDLE_WITH_CUDA
+#include "kernels/runtime/device_cuda.h"
+#endif
 
 namespace heddle {
 
@@ -27,7 +30,11 @@ Device parse_device(std::string_view text) {
 
 DeviceSupport device_support(Device device) {
   if (device.is_cpu()) return {true, ""};
+#if HEDDLE_WITH_CUDA
+  return cuda::device_support(device.index);
+#else
   return {false, "this build has no CUDA kernels; use device cpu"};
+#endif
 }
 
 }  // namespace heddle

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <ostream>
+#include <string>
 #include <string_view>
 
 namespace heddle {
@@ -27,7 +28,7 @@ Device parse_device(std::string_view text);
 // Whether this build and this machine can run on the device; `reason` says why not, and what to do.
 struct DeviceSupport {
   bool ok = false;
-  std::string_view reason;
+  std::string reason;
 };
 DeviceSupport device_support(Device device);
 

@@ -1,0 +1,70 @@
+#include "kernels/attention/attention_sm90.h"
+
+#include <cudaTypedefs.h>
+
+#include "kernels/runtime/cuda_check.h"
+#include "kernels/runtime/device_cuda.h"
+
+namespace heddle::cuda::sm90 {
+namespace {
+
+constexpr int kCapability = 90;  // wgmma exists on 9.0 only
+
+// The driver's encoder, fetched through the runtime so that nothing links against libcuda.
+PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    HEDDLE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    HEDDLE_CHECK(found == cudaDriverEntryPointSuccess, "attention: the driver has no cuTensorMapEncodeTiled; install a newer one");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+}  // namespace
+
+AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
+  if (!problem.device.is_cuda()) return {false, "it runs on CUDA devices"};
+  const int capability = device_info(problem.device.index).capability;
+  if (capability != kCapability)
+    return {false, concat_text("it needs compute capability 9.0, the device has ", capability / 10, ".", capability % 10)};
+  if (pass == AttentionPass::backward) return {false, "it has no backward"};
+  if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
+    return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
+  if (problem.D != 64 && problem.D != 128) return {false, concat_text("it takes head sizes 64 and 128, not ", problem.D)};
+  if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
+  return {true, ""};
+}
+
+std::int64_t workspace_bytes(const AttentionProblem&, AttentionPass) { return 0; }
+
+void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
+  if (args.q.numel() == 0) return;
+  args.q.shape[3] == 64 ? forward_d64(args, ctx) : forward_d128(args, ctx);
+}
+
+void backward(const AttentionBackwardArgs&, void*, const ExecContext&) {
+  throw Error("attention backward: the sm90 variant has none");
+}
+
+CUtensorMap tensor_map(const ConstView& view, int rows) {
+  const auto& [B, S, H, D] = std::array{view.shape[0], view.shape[1], view.shape[2], view.shape[3]};
+  // A dimension of size 1 may have any stride in the view, but the encoder wants a multiple of 16 bytes.
+  const auto stride = [&](int d) { return static_cast<cuuint64_t>(view.shape[d] == 1 ? D : view.strides[d]) * 2; };
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(D), static_cast<cuuint64_t>(S), static_cast<cuuint64_t>(H),
+                              static_cast<cuuint64_t>(B)};
+  const cuuint64_t strides[] = {stride(1), stride(2), stride(0)};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const auto type = view.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMap map;
+  const CUresult status = map_encoder()(&map, type, 4, const_cast<void*>(view.data), sizes, strides, box, steps,
+                                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  HEDDLE_CHECK(status == CUDA_SUCCESS, "attention: TMA cannot describe a view ", view.shape, " with strides ", view.strides,
+               " (driver status ", static_cast<int>(status), ")");
+  return map;
+}
+
+}  // namespace heddle::cuda::sm90

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/forward_sm90.cuh"
+#include "kernels/runtime/cuda_check.h"
+#include "kernels/runtime/device_cuda.h"
+
+namespace heddle::cuda::sm90 {
+
+// Keys and values of one section of heads may take this much of the L2 cache: half of Hopper's 60 MB.
+constexpr std::int64_t kSectionBytes = std::int64_t{32} << 20;
+
+template <typename Tile>
+ForwardParams forward_params(const AttentionForwardArgs& args, const ExecContext& ctx) {
+  const ConstView out = args.out, lse = args.lse;
+  const auto B = args.q.shape[0], Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
+  const auto Sk = args.k.shape[1], Hkv = args.k.shape[2];
+  const std::int64_t group = Hq / Hkv, section = std::max<std::int64_t>(1, kSectionBytes / std::max<std::int64_t>(1, Sk * D * 4));
+  ForwardParams p = {};
+  p.q = tensor_map(args.q, Tile::kRows);
+  p.k = tensor_map(args.k, Tile::kColumns);
+  p.v = tensor_map(args.v, Tile::kColumns);
+  p.out = args.out.data;
+  p.out_batch = out.strides[0];
+  p.out_row = out.strides[1];
+  p.out_head = out.strides[2];
+  p.lse = args.lse.as<float>();
+  p.lse_batch = lse.strides[0];
+  p.lse_head = lse.strides[1];
+  p.lse_row = lse.strides[2];
+  p.Sq = static_cast<int>(Sq);
+  p.Sk = static_cast<int>(Sk);
+  p.batches = static_cast<int>(B);
+  p.heads = static_cast<int>(Hq);
+  p.group = static_cast<int>(group);
+  p.row_tiles = static_cast<int>((Sq + Tile::kRows - 1) / Tile::kRows);
+  p.section_heads = static_cast<int>(std::min(section * group, B * Hq));
+  p.scale = static_cast<float>(args.scale);
+  p.scale_log2 = static_cast<float>(args.scale * std::numbers::log2e);
+  p.schedule = schedule_counters(ctx.device.index);
+  return p;
+}
+
+template <typename T, typename Tile, bool kCausal>
+void launch_forward(const AttentionForwardArgs& args, const ExecContext& ctx) {
+  const auto kernel = attention_forward_kernel<T, Tile, kCausal>;
+  constexpr int kMemory = forward_memory_bytes<Tile>();
+  static const cudaError_t opted_in = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory);
+  HEDDLE_CUDA_CHECK(opted_in);
+  const ForwardParams p = forward_params<Tile>(args, ctx);
+  const int tiles = p.row_tiles * p.heads * p.batches;
+  const int blocks = std::min(tiles, device_info(ctx.device.index).multiprocessors);
+  kernel<<<blocks, Tile::kThreads, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(p);
+  check_launch("attention");
+}
+
+template <typename Tile>
+void forward(const AttentionForwardArgs& args, const ExecContext& ctx) {
+  const bool is_bf16 = args.q.dtype == DType::bf16;
+  if (args.is_causal)
+    is_bf16 ? launch_forward<__nv_bfloat16, Tile, true>(args, ctx) : launch_forward<__half, Tile, true>(args, ctx);
+  else
+    is_bf16 ? launch_forward<__nv_bfloat16, Tile, false>(args, ctx) : launch_forward<__half, Tile, false>(args, ctx);
+}
+
+}  // namespace heddle::cuda::sm90

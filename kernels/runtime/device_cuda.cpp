@@ -1,0 +1,118 @@
+#include "kernels/runtime/device_cuda.h"
+
+#include <array>
+#include <cstdlib>
+#include <limits>
+#include <mutex>
+#include <string_view>
+
+#include "kernels/runtime/cuda_check.h"
+
+namespace heddle::cuda {
+namespace {
+
+constexpr int kMaxDevices = 16;
+constexpr int kLeastCapability = 80;
+
+// A failed count, for want of a driver or because it is too old, means no devices.
+int device_count(std::string& reason) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  if (status == cudaErrorInsufficientDriver && driver > 0)
+    reason = concat_text("the driver supports CUDA ", driver / 1000, ".", driver % 1000 / 10, ", this build needs ",
+                         runtime / 1000, ".", runtime % 1000 / 10, "; install a newer driver");
+  else
+    reason = concat_text("no CUDA device was found (", status == cudaSuccess ? "none visible" : cudaGetErrorString(status),
+                         "); use device cpu");
+  return 0;
+}
+
+// Per-device state, made on first use and kept until the process ends.
+struct DeviceState {
+  std::once_flag once;
+  DeviceInfo info;
+  cudaStream_t stream = nullptr;
+  unsigned* counters = nullptr;
+};
+
+int attribute(cudaDeviceAttr name, int index) {
+  int value = 0;
+  HEDDLE_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, index));
+  return value;
+}
+
+void set_up(DeviceState& state, int index) {
+  HEDDLE_CUDA_CHECK(cudaSetDevice(index));
+  state.info = {.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
+                .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+                              attribute(cudaDevAttrComputeCapabilityMinor, index),
+                .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index)};
+  HEDDLE_CUDA_CHECK(cudaStreamCreateWithFlags(&state.stream, cudaStreamNonBlocking));
+  // The pool keeps freed memory for the next step instead of returning it to the driver at each synchronisation.
+  cudaMemPool_t pool = nullptr;
+  HEDDLE_CUDA_CHECK(cudaDeviceGetDefaultMemPool(&pool, index));
+  std::uint64_t threshold = std::numeric_limits<std::uint64_t>::max();
+  HEDDLE_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
+  HEDDLE_CUDA_CHECK(cudaMalloc(&state.counters, 2 * sizeof(unsigned)));
+  HEDDLE_CUDA_CHECK(cudaMemset(state.counters, 0, 2 * sizeof(unsigned)));
+}
+
+DeviceState& state_of(int index) {
+  static std::array<DeviceState, kMaxDevices> states;
+  HEDDLE_CHECK(index >= 0 && index < kMaxDevices, "cuda: device index ", index, " is not below ", kMaxDevices);
+  DeviceState& state = states[static_cast<std::size_t>(index)];
+  std::call_once(state.once, set_up, std::ref(state), index);
+  return state;
+}
+
+}  // namespace
+
+DeviceSupport device_support(int index) {
+  std::string reason;
+  const int count = device_count(reason);
+  if (count == 0) return {false, reason};
+  if (index >= count) return {false, concat_text("there are only ", count, " CUDA devices")};
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+  if (10 * major + minor < kLeastCapability)
+    return {false, concat_text("compute capability ", major, ".", minor, " is below 8.0, the oldest this build has kernels for")};
+  return {true, ""};
+}
+
+const DeviceInfo& device_info(int index) { return state_of(index).info; }
+
+cudaStream_t stream(int index) { return state_of(index).stream; }
+
+unsigned* schedule_counters(int index) { return state_of(index).counters; }
+
+void* allocate(std::int64_t nbytes, int index) {
+  void* memory = nullptr;
+  const cudaError_t status = cudaMallocAsync(&memory, static_cast<std::size_t>(nbytes), stream(index));
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  HEDDLE_CUDA_CHECK(status);
+  return memory;
+}
+
+// A failure here means the context is gone, and the memory with it.
+void release(void* memory, int index) noexcept { cudaFreeAsync(memory, state_of(index).stream); }
+
+void check_launch(const char* op) {
+  static const bool wait = [] {
+    const char* value = std::getenv("HEDDLE_CUDA_SYNC");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess && wait) status = cudaDeviceSynchronize();
+  HEDDLE_CHECK(status == cudaSuccess, op, ": CUDA kernel failed: ", cudaGetErrorString(status));
+}
+
+}  // namespace heddle::cuda
