@@ -5,6 +5,7 @@
 #include <limits>
 #include <mutex>
 #include <string_view>
+#include <utility>
 
 #include "kernels/runtime/cuda_check.h"
 
@@ -38,6 +39,7 @@ struct DeviceState {
   DeviceInfo info;
   cudaStream_t stream = nullptr;
   unsigned* counters = nullptr;
+  FaultSlot faults;
 };
 
 int attribute(cudaDeviceAttr name, int index) {
@@ -60,6 +62,10 @@ void set_up(DeviceState& state, int index) {
   HEDDLE_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
   HEDDLE_CUDA_CHECK(cudaMalloc(&state.counters, 2 * sizeof(unsigned)));
   HEDDLE_CUDA_CHECK(cudaMemset(state.counters, 0, 2 * sizeof(unsigned)));
+  HEDDLE_CUDA_CHECK(cudaMalloc(&state.faults.claimed, sizeof(unsigned)));
+  HEDDLE_CUDA_CHECK(cudaMemset(state.faults.claimed, 0, sizeof(unsigned)));
+  HEDDLE_CUDA_CHECK(cudaMallocHost(&state.faults.fault, sizeof(Fault)));
+  *state.faults.fault = {};
 }
 
 DeviceState& state_of(int index) {
@@ -100,6 +106,17 @@ void* allocate(std::int64_t nbytes, int index) {
   }
   HEDDLE_CUDA_CHECK(status);
   return memory;
+}
+
+FaultSlot fault_slot(int index) { return state_of(index).faults; }
+
+void synchronise(int index) {
+  const DeviceState& state = state_of(index);
+  HEDDLE_CUDA_CHECK(cudaStreamSynchronize(state.stream));
+  const Fault fault = std::exchange(*state.faults.fault, Fault{});
+  if (fault.describe == nullptr) return;
+  HEDDLE_CUDA_CHECK(cudaMemsetAsync(state.faults.claimed, 0, sizeof(unsigned), state.stream));
+  throw Error(fault.describe(fault));
 }
 
 // A failure here means the context is gone, and the memory with it.

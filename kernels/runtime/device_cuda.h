@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "kernels/runtime/device.h"
 
@@ -31,5 +32,22 @@ unsigned* schedule_counters(int index);
 // Stream-ordered memory from the device's pool. `allocate` returns null when memory is exhausted. `release` never throws.
 void* allocate(std::int64_t nbytes, int index);
 void release(void* memory, int index) noexcept;
+
+// Note: Faults
+// A kernel cannot throw, and no step may wait for one. A kernel that meets a value it cannot use (a token id outside the
+// vocabulary) poisons its output with NaN and reports the value through the device's fault slot; the first report is kept. It
+// becomes a heddle::Error when the host next waits for the device anyway: `synchronise`, which every copy to the host calls.
+struct Fault {
+  std::string (*describe)(const Fault& fault) = nullptr;  // the message, made on the host; null while nothing is reported
+  std::int64_t value = 0, position = 0, limit = 0, other = 0;
+};
+struct FaultSlot {
+  unsigned* claimed = nullptr;  // device memory: not 0 once a report has been taken
+  Fault* fault = nullptr;       // host memory that kernels can write
+};
+FaultSlot fault_slot(int index);
+
+// Waits for all work of the device. Throws a reported fault, once.
+void synchronise(int index);
 
 }  // namespace heddle::cuda

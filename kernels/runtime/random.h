@@ -8,7 +8,7 @@ namespace heddle {
 
 // Philox4x32-10: four 32-bit words from a 64-bit key and a 128-bit counter, the same on every device.
 // Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
-inline std::array<std::uint32_t, 4> philox(std::uint64_t key, std::uint64_t counter_low, std::uint64_t counter_high) {
+constexpr std::array<std::uint32_t, 4> philox(std::uint64_t key, std::uint64_t counter_low, std::uint64_t counter_high) {
   std::uint32_t k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
   std::array<std::uint32_t, 4> c = {
       static_cast<std::uint32_t>(counter_low), static_cast<std::uint32_t>(counter_low >> 32),

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cublasLt.h>
+
+#include <cstdint>
+
+#include "kernels/runtime/context.h"
+#include "kernels/runtime/dtype.h"
+
+namespace heddle::cuda {
+
+// One matrix, or a batch of them a stride apart, as cuBLASLt sees it: column-major [rows, columns].
+struct MatrixLayout {
+  std::int64_t rows = 0, columns = 0;
+  std::int64_t leading = 0;       // from one column to the next
+  std::int64_t batch_stride = 0;  // 0 repeats a matrix
+  std::int64_t is_transposed = 0;
+  std::int64_t alignment = 0;  // of its address in bytes, up to 256
+};
+
+// All that decides how a product is computed: d = a b + bias, or d += a b. Plain bytes without padding, so that two keys are equal
+// exactly when their bytes are.
+struct GemmKey {
+  MatrixLayout a, b, d;
+  std::int64_t batches = 1;
+  std::int64_t in = 0, out = 0;  // DType
+  std::int64_t has_bias = 0;
+  std::int64_t accumulates = 0;
+  std::int64_t allows_tf32 = 0;
+};
+static_assert(sizeof(GemmKey) == 24 * sizeof(std::int64_t));
+
+// Runs the product by the plan for its key; the plan is made, and the library's heuristic asked, the first time. `bias` is
+// [rows of d], of d's dtype, 16-byte aligned. Throws heddle::Error if cuBLASLt has no algorithm or refuses the call.
+void run_gemm(const GemmKey& key, const void* a, const void* b, void* d, const void* bias, const ExecContext& ctx);
+
+}  // namespace heddle::cuda

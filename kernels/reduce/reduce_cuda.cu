@@ -1,0 +1,240 @@
+#include <algorithm>
+#include <array>
+
+#include "kernels/elementwise/elementwise_backends.h"
+#include "kernels/reduce/reduce.h"
+#include "kernels/runtime/allocator.h"
+#include "kernels/runtime/group.cuh"
+#include "kernels/runtime/strided.cuh"
+
+namespace heddle::cuda {
+namespace {
+
+// Terms worth a task of their own, tasks that fill the card, and the most tasks that one sum is cut into.
+constexpr std::int64_t kTaskTerms = 512;
+constexpr std::int64_t kEnoughTasks = 2048;
+constexpr std::int64_t kMostSplits = 512;
+// Rows a block of column sums reads at once.
+constexpr int kColumnRows = kBlock / kWarp;
+
+// Sums over `reduced` for every element of `kept`, which walks input and output. Split s of S sums the terms
+// [terms s / S, terms (s + 1) / S) of every output; with S > 1 the sums go to partial [S, outputs] instead of to out.
+template <typename T, typename Out>
+struct SumTask {
+  using A = accumulate_t<T>;
+  const T* x;
+  Walk<2> kept;
+  Walk<1> reduced;
+  std::int64_t splits;
+  A* partial;
+  Out* out;
+  A factor;
+  bool accumulates;
+
+  __device__ std::int64_t first_term(std::int64_t split) const { return reduced.count * split / splits; }
+
+  __device__ A term(std::int64_t base, std::int64_t i) const {
+    std::int64_t at[1];
+    reduced.locate(i, at);
+    return convert<A>(x[base + at[0]]);
+  }
+
+  // Terms from, from + step, ... below `to`, in four interleaved sums so that four loads are under way.
+  __device__ A sum_terms(std::int64_t base, std::int64_t from, std::int64_t to, int step) const {
+    A lanes[4] = {};
+    std::int64_t i = from;
+    for (; i + 3 * step < to; i += 4 * step)
+      for (int k = 0; k < 4; ++k) lanes[k] += term(base, i + k * step);
+    for (; i < to; i += step) lanes[0] += term(base, i);
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
+  __device__ void finish(std::int64_t output, std::int64_t split, std::int64_t offset, A sum) const {
+    if (partial != nullptr) {
+      partial[split * kept.count + output] = sum;
+      return;
+    }
+    const A before = accumulates ? convert<A>(out[offset]) : A(0);
+    out[offset] = convert<Out>(before + factor * sum);
+  }
+};
+
+// A group an output and split: for terms that lie along the smaller stride.
+template <int kThreads, typename T, typename Out>
+__global__ void sum_rows_kernel(const __grid_constant__ SumTask<T, Out> task) {
+  const Group<kThreads> group;
+  for (std::int64_t i = group.first; i < task.kept.count * task.splits; i += group.stride) {
+    const std::int64_t output = i % task.kept.count, split = i / task.kept.count;
+    std::int64_t at[2];
+    task.kept.locate(output, at);
+    const auto own = task.sum_terms(at[0], task.first_term(split) + group.lane, task.first_term(split + 1), kThreads);
+    const auto sum = sum_group<kThreads>(own);
+    if (group.lane == 0) task.finish(output, split, at[1], sum);
+  }
+}
+
+// A thread an output, kColumnRows threads sharing its terms: for outputs that lie along the smaller stride.
+template <typename T, typename Out>
+__global__ void sum_columns_kernel(const __grid_constant__ SumTask<T, Out> task) {
+  using A = accumulate_t<T>;
+  __shared__ A sums[kColumnRows][kWarp];
+  const int column = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
+  const std::int64_t split = blockIdx.y;
+  for (std::int64_t tile = blockIdx.x; tile * kWarp < task.kept.count; tile += gridDim.x) {
+    const std::int64_t output = tile * kWarp + column;
+    const bool is_inside = output < task.kept.count;
+    std::int64_t at[2] = {};
+    if (is_inside) {
+      task.kept.locate(output, at);
+      sums[row][column] = task.sum_terms(at[0], task.first_term(split) + row, task.first_term(split + 1), kColumnRows);
+    }
+    __syncthreads();
+    if (row == 0 && is_inside) {
+      A sum = sums[0][column];
+      for (int r = 1; r < kColumnRows; ++r) sum += sums[r][column];
+      task.finish(output, split, at[1], sum);
+    }
+    __syncthreads();
+  }
+}
+
+// Runs one sum; where the outputs alone do not fill the card, in two stages.
+template <typename T, typename Out>
+void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& reduced, Out* out, double factor, Write write,
+              bool may_split, const ExecContext& ctx) {
+  using A = accumulate_t<T>;
+  const std::int64_t outputs = kept.shape.numel(), terms = reduced.shape.numel();
+  const bool is_rows = reduced.inner_size() > 1 && (kept.inner_size() == 1 || reduced.inner_stride(0) < kept.inner_stride(0));
+  const std::int64_t tasks = is_rows ? outputs : (outputs + kWarp - 1) / kWarp;
+  const std::int64_t most = std::clamp<std::int64_t>(terms / kTaskTerms, 1, kMostSplits);
+  const std::int64_t splits = may_split ? std::clamp<std::int64_t>(kEnoughTasks / tasks, 1, most) : 1;
+  Buffer partial;
+  if (splits > 1) partial = Buffer(splits * outputs * static_cast<std::int64_t>(sizeof(A)), ctx.device);
+  const SumTask<T, Out> task{x, Walk<2>(kept), Walk<1>(reduced), splits, static_cast<A*>(partial.data()), out, static_cast<A>(factor),
+                             write == Write::accumulate};
+  if (is_rows) {
+    with_group(terms / splits, [&](auto threads) {
+      const int grid = grid_for(outputs * splits, Group<threads>::kInBlock, ctx);
+      sum_rows_kernel<threads><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+    });
+  } else {
+    const dim3 grid(grid_for(tasks, 1, ctx), static_cast<unsigned>(splits));
+    sum_columns_kernel<<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+  }
+  check_launch("sum");
+  if (splits == 1) return;
+  const StridedLoop<2> kept_partial(kept.shape, {contiguous_strides(kept.shape), kept.strides[1]});
+  const StridedLoop<1> over_splits({splits}, {Shape{outputs}});
+  sum_over<A, Out>(task.partial, kept_partial, over_splits, out, factor, write, /*may_split=*/false, ctx);
+}
+
+template <typename T, typename Out>
+void sum_typed(const SumArgs& args, const ExecContext& ctx) {
+  Shape kept, kept_from, kept_to, reduced, reduced_from;
+  for (int d = 0; d < args.x.shape.rank(); ++d) {
+    if (args.out.shape[d] == 1 && args.x.shape[d] != 1) {
+      reduced.push_back(args.x.shape[d]), reduced_from.push_back(args.x.strides[d]);
+    } else {
+      kept.push_back(args.x.shape[d]), kept_from.push_back(args.x.strides[d]), kept_to.push_back(args.out.strides[d]);
+    }
+  }
+  sum_over<T, Out>(args.x.as<T>(), {kept, {kept_from, kept_to}}, {reduced, {reduced_from}}, args.out.as<Out>(), args.factor, args.write,
+                   /*may_split=*/true, ctx);
+}
+
+// A value of a slice and where it is. The largest wins, NaN above all, and the first of equals.
+template <typename A>
+struct Best {
+  A value;
+  std::int64_t index;
+
+  __device__ bool beats(const Best& other) const {
+    const bool is_nan = value != value, other_is_nan = other.value != other.value;
+    if (is_nan != other_is_nan) return is_nan;
+    if (value > other.value) return true;
+    return (is_nan || value == other.value) && index < other.index;
+  }
+};
+
+// A warp a slice.
+template <typename T>
+__global__ void max_kernel(const __grid_constant__ Walk<3> walk, const T* x, std::int64_t size, std::int64_t along, T* out,
+                           std::int64_t* index) {
+  using A = accumulate_t<T>;
+  const Group<kWarp> group;
+  for (std::int64_t slice = group.first; slice < walk.count; slice += group.stride) {
+    std::int64_t at[3];
+    walk.locate(slice, at);
+    // A lane beyond the slice starts from its first element, which changes nothing.
+    const std::int64_t start = group.lane < size ? group.lane : 0;
+    Best<A> best{convert<A>(x[at[0] + start * along]), start};
+    for (std::int64_t i = start + kWarp; i < size; i += kWarp) {
+      const Best<A> candidate{convert<A>(x[at[0] + i * along]), i};
+      if (candidate.beats(best)) best = candidate;
+    }
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      const Best<A> other{__shfl_xor_sync(0xFFFFFFFFu, best.value, step), __shfl_xor_sync(0xFFFFFFFFu, best.index, step)};
+      if (other.beats(best)) best = other;
+    }
+    if (group.lane != 0) continue;
+    out[at[1]] = x[at[0] + best.index * along];
+    index[at[2]] = best.index;
+  }
+}
+
+template <typename T>
+__global__ void max_backward_kernel(const __grid_constant__ Walk<3> walk, const T* dout, const std::int64_t* index, std::int64_t along,
+                                    T* dx) {
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (std::int64_t slice = first; slice < walk.count; slice += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
+    std::int64_t at[3];
+    walk.locate(slice, at);
+    dx[at[0] + index[at[2]] * along] = dout[at[1]];
+  }
+}
+
+}  // namespace
+
+// Beside the dtypes of the contract this takes float32 into a half type, for kernels that end in a sum of float32 parts.
+void sum(const SumArgs& args, const ExecContext& ctx) {
+  if (args.out.numel() == 0) return;
+  dispatch_float(args.x.dtype, "sum", [&](auto from) {
+    using T = typename decltype(from)::type;
+    dispatch_float(args.out.dtype, "sum", [&](auto to) {
+      using Out = typename decltype(to)::type;
+      if constexpr (std::is_same_v<T, Out> || std::is_same_v<Out, float> || (std::is_same_v<T, float> && sizeof(Out) == 2))
+        sum_typed<T, Out>(args, ctx);
+      else throw Error(concat_text("sum: no sum of ", args.x.dtype, " into ", args.out.dtype));
+    });
+  });
+}
+
+void max(const MaxArgs& args, const ExecContext& ctx) {
+  if (args.out.numel() == 0) return;
+  dispatch_float(args.x.dtype, "max", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Walk<3> walk(StridedLoop<3>(without_dim(args.x.shape, args.dim),
+                                      {without_dim(args.x.strides, args.dim), without_dim(args.out.strides, args.dim),
+                                       without_dim(args.index.strides, args.dim)}));
+    max_kernel<<<grid_for(walk.count, Group<kWarp>::kInBlock, ctx), kBlock, 0, stream_of(ctx)>>>(
+        walk, args.x.as<T>(), args.x.shape[args.dim], args.x.strides[args.dim], args.out.as<T>(), args.index.as<std::int64_t>());
+  });
+  check_launch("max");
+}
+
+void max_backward(const MaxBackwardArgs& args, const ExecContext& ctx) {
+  if (args.dx.numel() == 0) return;
+  cuda::fill({.out = args.dx}, ctx);
+  const Walk<3> walk(StridedLoop<3>(without_dim(args.dx.shape, args.dim),
+                                    {without_dim(args.dx.strides, args.dim), without_dim(args.dout.strides, args.dim),
+                                     without_dim(args.index.strides, args.dim)}));
+  dispatch_float(args.dx.dtype, "max_backward", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    max_backward_kernel<<<grid_for(walk.count, kBlock, ctx), kBlock, 0, stream_of(ctx)>>>(
+        walk, args.dout.as<T>(), args.index.as<std::int64_t>(), args.dx.strides[args.dim], args.dx.as<T>());
+  });
+  check_launch("max_backward");
+}
+
+}  // namespace heddle::cuda
