@@ -159,7 +159,7 @@ TEST_F(CudaKernels, GemmTakesEveryLayoutAndWritesAsTold) {
       const auto turned = [](const Tensor& x, bool turns) { return turns ? transpose(contiguous(transpose(x, 0, 1)), 0, 1) : x; };
       const Tensor a = turned(random_values({M, K}, in, 1), layout & 1), b = turned(random_values({K, N}, in, 2), layout & 2);
       const Tensor c = turned(cast(random_values({M, N}, DType::f64, 3), out), layout & 4), bias = random_values({N}, in, 4);
-      const Tensor expected = cast(c, DType::f64);
+      const Tensor expected = cast(c, DType::f64).clone();
       gemm({.a = cast(a, DType::f64).view(), .b = cast(b, DType::f64).view(), .c = expected.mutable_view(),
             .bias = is_accumulated ? ConstView{} : cast(bias, DType::f64).view(), .write = is_accumulated ? Write::accumulate : Write::assign},
            device_context(kCpu));

@@ -9,7 +9,8 @@ namespace heddle {
 //   weight  [V, C]  any floating dtype, any strides
 //   ids     [n]     int64 or int32, dense
 //   out     [n, C]  dtype of weight
-// An id outside [0, V) is an error that names it and its position.
+// An id outside [0, V) is an error that names it and its position. On CUDA its row is NaN and the error, for one such id, comes
+// with the next copy to the host.
 struct EmbeddingArgs {
   ConstView weight;
   ConstView ids;
@@ -17,7 +18,7 @@ struct EmbeddingArgs {
 };
 void embedding(const EmbeddingArgs& args, const ExecContext& ctx);
 
-// dweight[v] = or += the sum of dout[i] over ids[i] == v, in order of i, in float32 (float64 for float64), rounded once.
+// dweight[v] = or += the sum of dout[i] over ids[i] == v, in a fixed order, in float32 (float64 for float64), rounded once.
 //   ids      [n]     as checked by the forward
 //   dout     [n, C]
 //   dweight  [V, C]  dtype of dout, or float32

@@ -8,7 +8,8 @@ namespace heddle {
 // Fused cross entropy: loss = sum over rows of lse - logits[label], divided by the number of valid labels if is_mean;
 // rows whose label is ignore_index count for nothing.
 //   logits  [rows, V]  V >= 1, any floating dtype, any strides
-//   labels  [rows]     int64, dense; a label outside [0, V) other than ignore_index is an error naming it and its position
+//   labels  [rows]     int64, dense; a label outside [0, V) other than ignore_index is an error naming it and its position;
+//                    on CUDA the loss is NaN and the error, for one such label, comes with the next copy to the host
 //   loss    []         float32 (float64 for float64)
 //   lse     [rows]     dense, dtype of loss: natural log of the sum of exp(logits), for the backward
 //   valid   []         int64: how many labels are not ignored
