@@ -222,14 +222,14 @@ TEST_F(Config, OverrideWinsOverTheFileAndTheLastOneOverTheFirst) {
 TEST_F(Config, OverridesAreCheckedLikeTheFile) {
   const std::string path = write(kRequiredKeys);
   const std::vector<std::string> overrides{
-      "train.max_step=200", "train.micro_batch_size=eight", "train.warmup_steps=11", "model.num_layers.x=1",
+      "train.max_step=200", "train.micro_batch_size=eight", "train.min_learning_rate=11", "model.num_layers.x=1",
       "data=[text]",        "train.seed=[1",                "max_steps=5",           "train.seed",
       "=3",                 "train.output_dir=a: b: c"};
 
   EXPECT_EQ(mistakes(path, overrides),
             "--set train.max_step: expected a known key, got \"max_step\"; did you mean max_steps?\n"
             "--set train.micro_batch_size: expected integer >= 1, got \"eight\"\n"
-            "--set train.warmup_steps: expected at most train.max_steps (10, line 10), got 11\n"
+            "--set train.min_learning_rate: expected at most train.learning_rate (0.001, the default), got 11\n"
             "--set model.num_layers.x: expected a known key, got \"num_layers.x\"; configs/README.md lists the keys\n"
             "--set data: expected a map of keys, got a list\n"
             "--set train.seed: expected valid YAML, got a syntax error (end of sequence flow not found)\n"
@@ -288,7 +288,7 @@ TEST(TransformerConfig, ValidateNamesEveryBadKeyAndRule) {
 }
 
 TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
-  const nn::TrainConfig config{.output_dir = "runs/x", .max_steps = 5, .learning_rate = 1.0 / 0.0, .warmup_steps = 6};
+  const nn::TrainConfig config{.output_dir = "runs/x", .max_steps = 5, .learning_rate = 1.0 / 0.0, .warmup_steps = -1};
 
   try {
     nn::validate(config);
@@ -296,7 +296,7 @@ TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(),
                  "train.learning_rate: expected number > 0, got inf\n"
-                 "train.warmup_steps: expected at most max_steps (5), got 6");
+                 "train.warmup_steps: expected integer >= 0, got -1");
   }
 }
 
