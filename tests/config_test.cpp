@@ -10,6 +10,7 @@
 #include "configs/run_config.h"
 #include "configs/yaml_reader.h"
 #include "kernels/runtime/check.h"
+#include "nn/arithmetic_data.h"
 
 namespace heddle::config {
 namespace {
@@ -244,6 +245,21 @@ TEST_F(Config, RuleBrokenByTheFileAgainstAnOverrideNamesBoth) {
 
   EXPECT_EQ(mistakes(path, {"model.num_attention_heads=5"}),
             path + ":3:16: model.hidden_size: expected a multiple of model.num_attention_heads (5, --set), got 48");
+}
+
+TEST_F(Config, ShortestArithmeticSequenceIsOneProblemOfTheDataSet) {
+  const std::string path = write(kRequiredKeys);
+  for (const char* operation : {"addition", "subtraction"}) {
+    std::vector<std::string> overrides{"data.source=arithmetic", "data.digits=3", std::string("data.operation=") + operation};
+    const std::int64_t length = nn::ArithmeticData(load(path, overrides).data, /*seed=*/1).row_length();
+
+    overrides.push_back("data.sequence_length=" + std::to_string(length));
+    EXPECT_EQ(mistakes(path, overrides), "");
+    overrides.push_back("data.sequence_length=" + std::to_string(length - 1));
+    EXPECT_EQ(mistakes(path, overrides), "--set data.sequence_length: expected at least " + std::to_string(length) +
+                                             ", a whole problem, for data.digits (3, --set), got " +
+                                             std::to_string(length - 1));
+  }
 }
 
 TEST_F(Config, MissingFileAndFolderAreNamed) {
