@@ -46,12 +46,12 @@ MultiHeadAttentionConfig attention_config() {
 
 TransformerConfig model_config(Architecture architecture) {
   TransformerConfig config{.architecture = architecture, .vocab_size = 7};
-  config.hidden_size = 12;
+  config.hidden_size = kActivations[2];
   config.num_hidden_layers = 2;
-  config.num_attention_heads = 6;
+  config.num_attention_heads = 4;
   config.num_key_value_heads = 2;
-  config.head_dim = 4;
-  config.intermediate_size = 10;
+  config.head_dim = 2;
+  config.intermediate_size = 7;
   config.max_position_embeddings = 6;
   return config;
 }

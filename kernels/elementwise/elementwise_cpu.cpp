@@ -51,7 +51,8 @@ Chunk<A> power(const Chunk<A>& x, A exponent) {
 template <typename A>
 Chunk<A> exponential(const Chunk<A>& x) {
   const A lowest = std::log(std::numeric_limits<A>::min());
-  return (x < lowest).select(A(0), x.exp());
+  const Chunk<A> y = x.exp();  // on its own: a select is not vectorised
+  return (x < lowest).select(A(0), y);
 }
 
 // Eigen's float sqrt multiplies by a reciprocal root, which makes infinity NaN.
