@@ -47,18 +47,19 @@ bool finite_checks_on() {
   return value != nullptr && std::string_view(value) == "1";
 }
 
-void check_gradient(const Node& node, std::size_t input, const Edge& edge, const Tensor& grad, bool check_finite) {
+void check_finite(std::string_view node, std::string_view what, const Tensor& grad) {
+  const std::vector<double> values = grad.to_doubles();
+  const auto bad = std::find_if_not(values.begin(), values.end(), [](double v) { return std::isfinite(v); });
+  HEDDLE_CHECK(bad == values.end(), node, " backward: the gradient of ", what, ' ', grad.shape(), " holds ", *bad,
+               " at flat index ", bad - values.begin());
+}
+
+void check_gradient(const Node& node, std::size_t input, const Edge& edge, const Tensor& grad, const AccumulateGrad* leaf) {
   const GradSpec& spec = edge.node->outputs()[static_cast<std::size_t>(edge.slot)];
-  AccumulateGrad* leaf = as_accumulate(edge);
   const bool dtype_fits = grad.dtype() == spec.dtype || (leaf != nullptr && grad.dtype() == leaf->grad_dtype());
   HEDDLE_CHECK(grad.shape() == spec.shape && dtype_fits && grad.device() == spec.device, node.name(),
                " backward: returned a gradient ", grad.describe(), " for input ", input, ", which is ", spec.dtype, " ",
                spec.shape, " on ", spec.device);
-  if (!check_finite) return;
-  const std::vector<double> values = grad.to_doubles();
-  const auto bad = std::find_if_not(values.begin(), values.end(), [](double v) { return std::isfinite(v); });
-  HEDDLE_CHECK(bad == values.end(), node.name(), " backward: the gradient of input ", input, " ", grad.shape(),
-               " holds ", *bad, " at flat index ", bad - values.begin());
 }
 
 // Adds `grad` to what a slot holds; in place when nobody else can see the memory.
@@ -95,7 +96,7 @@ std::vector<Tensor> run_node(Node& node, const std::vector<Tensor>& grads) {
 
 void run_backward(const Tensor& root, const Tensor& gradient, bool retain_graph) {
   const NoGradGuard no_grad;
-  const bool check_finite = finite_checks_on();
+  const bool finite_checks = finite_checks_on();
   const Edge root_edge = root.gradient_edge();
   PendingMap pending = count_dependents(root_edge.node.get());
   pending[root_edge.node.get()].grads[static_cast<std::size_t>(root_edge.slot)] = gradient;
@@ -115,9 +116,15 @@ void run_backward(const Tensor& root, const Tensor& gradient, bool retain_graph)
       const Edge& edge = node.edges()[i];
       if (!edge) continue;
       Pending& target = pending[edge.node.get()];
+      // A leaf takes each gradient as it comes, so that they are summed in its own precision.
+      AccumulateGrad* leaf = as_accumulate(edge);
       if (input_grads[i].defined()) {
-        check_gradient(node, i, edge, input_grads[i], check_finite);
-        accumulate(target.grads[static_cast<std::size_t>(edge.slot)], std::move(input_grads[i]));
+        check_gradient(node, i, edge, input_grads[i], leaf);
+        if (finite_checks) check_finite(node.name(), concat_text("input ", i), input_grads[i]);
+        if (leaf != nullptr) leaf->add(std::move(input_grads[i]));
+        else accumulate(target.grads[static_cast<std::size_t>(edge.slot)], std::move(input_grads[i]));
+      } else if (finite_checks && leaf != nullptr && leaf->leaf().grad().defined()) {
+        check_finite(node.name(), concat_text("input ", i), leaf->leaf().grad());  // written in place by the node
       }
       if (--target.dependents == 0) ready.push(edge.node.get());
     }

@@ -76,25 +76,26 @@ AccumulateGrad::Target AccumulateGrad::target() {
   return {fresh.mutable_view(), Write::assign};
 }
 
-std::vector<Tensor> AccumulateGrad::backward(const std::vector<Tensor>& grads) {
-  const Tensor& incoming = grads[0];
-  if (!incoming.defined()) return {};
+void AccumulateGrad::add(Tensor incoming) {
   const NoGradGuard no_grad;
   const Tensor grad = leaf_.grad();
   if (grad.defined()) {
     grad.add_(incoming);
-    return {};
+    return;
   }
-  // A fresh dense gradient that only the engine holds becomes the buffer; anything else (a view, a stride-0 expansion,
-  // another dtype) is copied.
   const bool only_ours = incoming.impl_ptr().use_count() == 1 && incoming.storage().use_count() == 1;
-  if (only_ours && incoming.is_contiguous() && incoming.dtype() == grad_dtype()) {
+  const bool dense = incoming.is_contiguous() && incoming.nbytes() == incoming.storage()->nbytes();
+  if (only_ours && dense && incoming.dtype() == grad_dtype()) {
     leaf_.set_grad(incoming);
-  } else {
-    const Tensor copy = Tensor::empty(leaf_.shape(), grad_dtype(), leaf_.device());
-    copy.copy_(incoming);
-    leaf_.set_grad(copy);
+    return;
   }
+  const Tensor copy = Tensor::empty(leaf_.shape(), grad_dtype(), leaf_.device());
+  copy.copy_(incoming);
+  leaf_.set_grad(copy);
+}
+
+std::vector<Tensor> AccumulateGrad::backward(const std::vector<Tensor>& grads) {
+  add(grads[0]);
   return {};
 }
 

@@ -85,6 +85,8 @@ class AccumulateGrad final : public Node {
   explicit AccumulateGrad(const Tensor& leaf);
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override;
 
+  // leaf.grad += grad, in the grad_dtype. A dense gradient that nobody else holds becomes the buffer.
+  void add(Tensor grad);
   const Tensor& leaf() const { return leaf_; }
   DType grad_dtype() const;
   // The leaf's gradient buffer for a kernel that adds to it directly, and whether it already holds a gradient: if not,

@@ -78,7 +78,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
 // --- Normalisation and softmax, over the last dimension N >= 1 (softmax: any dimension) ---
 // y = exp(x - max) / sum(exp(x - max)). A slice that is -inf throughout gives 0.
 Tensor softmax(const Tensor& x, int dim = -1);
-// y = x - max - log(sum(exp(x - max))).
+// y = x - max - log(sum(exp(x - max))); -inf throughout gives -inf.
 Tensor log_softmax(const Tensor& x, int dim = -1);
 // y = (x - mean) / sqrt(var + eps) * weight + bias, biased variance. x [..., N]; weight, bias [N], either may be
 // undefined. eps > 0. Statistics in float32 (float64 for float64). Ba, Kiros and Hinton 2016.

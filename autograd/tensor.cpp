@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <sstream>
 
 #include "autograd/engine.h"
@@ -14,24 +13,26 @@
 namespace heddle {
 namespace {
 
-std::int64_t checked_numel(const Shape& shape) {
-  std::int64_t product = 1;
-  for (std::int64_t size : shape) {
-    HEDDLE_CHECK(size >= 0, "tensor: sizes must be >= 0, got ", shape);
-    HEDDLE_CHECK(size == 0 || product <= std::numeric_limits<std::int64_t>::max() / 8 / size, "tensor: shape ", shape,
-                 " has more elements than 64 bits can count in bytes");
-    product *= size;
-  }
-  return product;
-}
-
-// In-place writes keep no history, so they may not touch anything a graph would need to know about.
+// In-place writes keep no history, so they may not touch anything a graph would need to know about. An element that
+// several indices share has no one value to hold.
 void check_in_place(const char* op, const Tensor& target, const Tensor* source = nullptr) {
+  for (int d = 0; d < target.rank(); ++d)
+    HEDDLE_CHECK(target.strides()[d] != 0 || target.shape()[d] <= 1, op, ": the target ", target.shape(),
+                 " repeats its elements along dimension ", d, "; clone it before the write");
   if (!grad_enabled()) return;
   HEDDLE_CHECK(!target.requires_grad(), op, ": the target ", target.shape(),
                " requires a gradient; write in place only under NoGradGuard, or use the out-of-place op");
   HEDDLE_CHECK(source == nullptr || !source->requires_grad(), op,
                ": the source requires a gradient, which an in-place write would lose; detach it or use the out-of-place op");
+}
+
+// The source of a write: a copy of it when it shares memory with the target under another geometry, where a kernel would
+// read elements it has already written.
+Tensor readable_source(const Tensor& target, const Tensor& source) {
+  if (source.storage() != target.storage()) return source;
+  const bool same_view = source.storage_offset() == target.storage_offset() && source.shape() == target.shape() &&
+                         source.strides() == target.strides();
+  return same_view ? source : source.clone();
 }
 
 }  // namespace
@@ -45,7 +46,7 @@ TensorImpl& Tensor::impl() const {
 }
 
 Tensor Tensor::empty(const Shape& shape, DType dtype, Device device) {
-  const std::int64_t numel = checked_numel(shape);
+  const std::int64_t numel = checked_numel(shape, "tensor");
   auto impl = std::make_shared<TensorImpl>();
   impl->storage = std::make_shared<Storage>(numel * static_cast<std::int64_t>(dtype_size(dtype)), device);
   impl->shape = shape;
@@ -66,7 +67,7 @@ Tensor Tensor::scalar(double value, DType dtype, Device device) { return full({}
 
 template <typename T>
 Tensor Tensor::from_vector(const std::vector<T>& values, const Shape& shape, Device device) {
-  HEDDLE_CHECK(static_cast<std::int64_t>(values.size()) == checked_numel(shape), "from_vector: ", values.size(),
+  HEDDLE_CHECK(static_cast<std::int64_t>(values.size()) == checked_numel(shape, "from_vector"), "from_vector: ", values.size(),
                " values given for shape ", shape);
   const Tensor host = empty(shape, dtype_of<T>(), kCpu);
   T* out = host.mutable_view().as<T>();
@@ -87,7 +88,11 @@ std::string Tensor::to_string() const {
   constexpr std::size_t kMostPrinted = 64;
   const std::vector<double> values = to_doubles();
   out << " {";
-  for (std::size_t i = 0; i < values.size() && i < kMostPrinted; ++i) out << (i > 0 ? ", " : "") << values[i];
+  for (std::size_t i = 0; i < values.size() && i < kMostPrinted; ++i) {
+    out << (i > 0 ? ", " : "");
+    if (is_floating(dtype())) out << values[i];
+    else out << static_cast<std::int64_t>(values[i]);
+  }
   if (values.size() > kMostPrinted) out << ", ... (" << values.size() << " values)";
   out << '}';
   return out.str();
@@ -211,13 +216,13 @@ const Tensor& Tensor::copy_(const Tensor& source) const {
   check_in_place("copy_", *this, &source);
   // A cross-device copy runs on the CUDA side of the pair.
   const Device where = device().is_cuda() ? device() : source.device();
-  copy({.source = source.view(), .out = mutable_view(), .write = Write::assign}, device_context(where));
+  copy({.source = readable_source(*this, source).view(), .out = mutable_view(), .write = Write::assign}, device_context(where));
   return *this;
 }
 
 const Tensor& Tensor::add_(const Tensor& other) const {
   check_in_place("add_", *this, &other);
-  copy({.source = other.view(), .out = mutable_view(), .write = Write::accumulate}, device_context(device()));
+  copy({.source = readable_source(*this, other).view(), .out = mutable_view(), .write = Write::accumulate}, device_context(device()));
   return *this;
 }
 

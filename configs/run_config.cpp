@@ -21,8 +21,10 @@ bool is_device_name(const std::string& text) {
   }
 }
 
-// Longest "aa+bb=ccc\n" of operands with this many digits, whose sum may have one more.
-std::int64_t problem_length(std::int64_t digits) { return 3 * digits + 4; }
+// Tokens of an arithmetic problem less the last, which is only predicted: "aa+bb=ccc\n", or a difference one digit shorter.
+std::int64_t problem_tokens(const nn::DataConfig& data) {
+  return 3 * data.digits + (data.operation == nn::Operation::addition ? 3 : 2);
+}
 
 // Rules between keys of different sections.
 std::vector<nn::Conflict> conflicts(const RunConfig& c) {
@@ -33,7 +35,7 @@ std::vector<nn::Conflict> conflicts(const RunConfig& c) {
     out.push_back({"data.sequence_length", "at most", "model.max_position_embeddings",
                    number(c.model.max_position_embeddings), number(length)});
   }
-  const std::int64_t needed = problem_length(c.data.digits);
+  const std::int64_t needed = problem_tokens(c.data);
   if (c.data.source == nn::DataSource::arithmetic && length > 0 && length < needed) {
     out.push_back({"data.sequence_length", "at least " + number(needed) + ", a whole problem, for", "data.digits",
                    number(c.data.digits), number(length)});

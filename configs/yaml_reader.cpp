@@ -214,8 +214,6 @@ const YamlValue* YamlReader::find_section(std::string_view section) const {
   return index == root_.keys.size() ? nullptr : &root_.items[index];
 }
 
-bool YamlReader::has(std::string_view name) const { return find_section(name) != nullptr; }
-
 void YamlReader::read(const std::string& section, const std::vector<nn::Field>& fields) {
   if (!section.empty()) {
     sections_.push_back(section);

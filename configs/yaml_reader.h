@@ -29,9 +29,6 @@ class YamlReader {
   // Reads the fields of a section; "" is the top level. A key that is absent leaves its target as it is.
   void read(const std::string& section, const std::vector<nn::Field>& fields);
 
-  // Whether the section, or the top-level key, is in the file or in an override.
-  bool has(std::string_view name) const;
-
   // Records conflicts between keys of a section, or between full names such as data.source when section is "". A
   // conflict that involves a key already found wrong is left out: its value means nothing.
   void check(std::string_view section, const std::vector<nn::Conflict>& conflicts);

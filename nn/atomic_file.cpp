@@ -35,8 +35,8 @@ fs::path make_sibling(const fs::path& target, const std::function<bool(const fs:
     sibling += concat_text(kTemporaryMark, ::getpid(), "-", attempt);
     if (create(sibling)) return sibling;
     if (errno == EEXIST || errno == ENOTEMPTY) continue;
-    HEDDLE_CHECK(errno != ENOENT, "cannot write ", printable_path(target), ": the folder ", printable_path(parent_of(target)),
-                 " does not exist; create it first");
+    HEDDLE_CHECK(errno != ENOENT, "cannot write ", printable_path(target), ": the folder ",
+                 printable_path(parent_of(target)), " does not exist; create it first");
     throw_file_error("cannot write", target, errno);
   }
 }
@@ -132,7 +132,8 @@ void AtomicFolder::commit() {
 
 void remove_folder(const fs::path& folder) {
   const fs::path target = without_trailing_slash(folder);
-  HEDDLE_CHECK(fs::is_directory(fs::symlink_status(target)), "cannot remove ", printable_path(target), ": it is not a folder");
+  HEDDLE_CHECK(fs::is_directory(fs::symlink_status(target)), "cannot remove ", printable_path(target),
+               ": it is not a folder");
   const fs::path aside = make_sibling(target, [&target](const fs::path& sibling) {
     return ::rename(target.c_str(), sibling.c_str()) == 0;
   });

@@ -71,7 +71,8 @@ std::vector<const NamedTensor*> file_order(const std::vector<NamedTensor>& tenso
   }
   std::sort(order.begin(), order.end(), [](const NamedTensor* a, const NamedTensor* b) { return a->first < b->first; });
   for (std::size_t i = 1; i < order.size(); ++i)
-    HEDDLE_CHECK(order[i]->first != order[i - 1]->first, where, ": ", describe_tensor_name(order[i]->first), " is given twice");
+    HEDDLE_CHECK(order[i]->first != order[i - 1]->first, where, ": ", describe_tensor_name(order[i]->first),
+                 " is given twice");
   std::stable_sort(order.begin(), order.end(), [](const NamedTensor* a, const NamedTensor* b) {
     return dtype_size(a->second.dtype()) > dtype_size(b->second.dtype());
   });
@@ -130,8 +131,8 @@ std::vector<std::string> SafetensorsFile::names() const {
 
 const SafetensorsInfo& SafetensorsFile::info(const std::string& name) const {
   const auto found = tensors_.find(name);
-  HEDDLE_CHECK(found != tensors_.end(), "safetensors: ", printable_path(path_), " has no ", describe_tensor_name(name), " among its ",
-               tensors_.size(), " tensors");
+  HEDDLE_CHECK(found != tensors_.end(), "safetensors: ", printable_path(path_), " has no ", describe_tensor_name(name),
+               " among its ", tensors_.size(), " tensors");
   return found->second;
 }
 

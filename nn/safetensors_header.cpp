@@ -200,8 +200,8 @@ void check_ranges(const SafetensorsHeader& header, std::int64_t data_nbytes, con
     HEDDLE_CHECK(info.end <= data_nbytes, tensor, " ends at byte ", info.end, " of the data, the file holds ", data_nbytes,
                  "; it is cut short or damaged");
     check_size(tensor, info);
-    HEDDLE_CHECK(info.begin == covered, tensor, " starts at byte ", info.begin, " of the data, the tensor before it ends at ",
-                 covered, "; the format forbids ", info.begin < covered ? "overlaps" : "holes");
+    HEDDLE_CHECK(info.begin == covered, tensor, " starts at byte ", info.begin,
+                 " of the data, the tensor before it ends at ", covered, "; the format forbids ", info.begin < covered ? "overlaps" : "holes");
     covered = info.end;
   }
   HEDDLE_CHECK(covered == data_nbytes, where, ": the tensors end at byte ", covered, " of the data, the file holds ",

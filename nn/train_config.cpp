@@ -57,10 +57,6 @@ std::vector<Field> fields(AttentionConfig& c) {
 
 std::vector<Conflict> conflicts(const TrainConfig& c) {
   std::vector<Conflict> out;
-  if (c.warmup_steps > c.max_steps) {
-    out.push_back({"warmup_steps", "at most", "max_steps", std::to_string(c.max_steps),
-                   std::to_string(c.warmup_steps)});
-  }
   if (c.min_learning_rate > c.learning_rate) {
     out.push_back({"min_learning_rate", "at most", "learning_rate", number_text(c.learning_rate),
                    number_text(c.min_learning_rate)});

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/attention/exp2.h"
 #include "kernels/runtime/parallel.h"
 #include "tests/support/attention_run.h"
 
@@ -98,20 +99,30 @@ class ThreadsGuard {
   int before_ = num_threads();
 };
 
+TEST(Attention, Exp2ErrorIsBelowItsStatedBound) {
+  double worst = 0;
+  for (float x = -126.0f; x < 127.5f; x += 0x1.1p-11f)
+    worst = std::max(worst, std::abs(cpu::exp2_of(x) / std::exp2(static_cast<double>(x)) - 1));
+  EXPECT_LT(worst, 1.2e-7);
+  EXPECT_EQ(cpu::exp2_of(0.0f), 1.0f);
+  EXPECT_EQ(cpu::exp2_of(-HUGE_VALF), 0.0f);
+  EXPECT_EQ(cpu::exp2_of(HUGE_VALF), HUGE_VALF);
+  EXPECT_TRUE(std::isnan(cpu::exp2_of(std::numeric_limits<float>::quiet_NaN())));
+}
+
 TEST(Attention, MatchesReferenceForAllLengths) {
   for (std::int64_t Sq : kLengths)
     for (std::int64_t Sk : kLengths)
-      for (std::int64_t D : {8, 40})
-        for (bool causal : {false, true})
-          expect_matches_reference<float>(
-              {.Sq = Sq, .Sk = Sk, .Hq = 2, .Hkv = 1, .D = D, .is_causal = causal, .scale = default_scale(D)});
+      for (bool causal : {false, true})
+        expect_matches_reference<float>(
+            {.Sq = Sq, .Sk = Sk, .Hq = 2, .Hkv = 1, .D = 20, .is_causal = causal, .scale = default_scale(20)});
 }
 
 TEST(Attention, MatchesReferenceForAllHeadSizes) {
-  for (std::int64_t D : {1, 3, 8, 40, 64, 80, 128, 200, 256})
+  for (std::int64_t D : {1, 3, 8, 40, 64, 80, 128, 256})
     for (bool causal : {false, true})
       expect_matches_reference<float>(
-          {.B = 2, .Sq = 65, .Sk = 129, .Hq = 6, .Hkv = 2, .D = D, .is_causal = causal, .scale = default_scale(D)});
+          {.B = 2, .Sq = 65, .Sk = 129, .Hq = 2, .Hkv = 1, .D = D, .is_causal = causal, .scale = default_scale(D)});
 }
 
 TEST(Attention, MatchesReferenceInFloat64) {
@@ -208,22 +219,25 @@ TEST(Attention, BlindRowsDoNotChangeTheOthers) {
   expect_same_bits({tail(all.out, 32), tail(all.lse, 4), tail(all.dq, 32), all.dk, all.dv}, some);
 }
 
-TEST(Attention, EmptySequencesAreLegal) {
-  const AttentionSizes no_keys{.B = 2, .Sq = 5, .Sk = 0, .Hq = 2, .Hkv = 1, .D = 8};
-  const AttentionSizes no_queries{.B = 2, .Sq = 0, .Sk = 5, .Hq = 2, .Hkv = 1, .D = 8};
+TEST(Attention, NoKeysGiveZeros) {
+  const AttentionSizes sizes{.B = 2, .Sq = 5, .Sk = 0, .Hq = 2, .Hkv = 1, .D = 8};
 
-  const AttentionInputs inputs = random_inputs<float>(no_keys, 1);
-  const AttentionResults a = run_attention<float>(no_keys, inputs);
-  const AttentionSizes one{.B = 2, .Sq = 0, .Sk = 5, .Hq = 2, .Hkv = 1, .D = 8};
-  AttentionInputs empty = random_inputs<float>(one, 1);
-  empty.dout = {0.0};  // unread: asks for the backward
-  const AttentionResults b = run_attention<float>(no_queries, empty);
+  const AttentionResults r = run_attention<float>(sizes, random_inputs<float>(sizes, 1));
 
-  EXPECT_EQ(a.out, std::vector<double>(2 * 5 * 2 * 8, 0.0));
-  EXPECT_EQ(a.dq, std::vector<double>(2 * 5 * 2 * 8, 0.0));
-  EXPECT_EQ(a.lse, std::vector<double>(2 * 2 * 5, -kInfinity));
-  EXPECT_EQ(b.dk, std::vector<double>(2 * 5 * 8, 0.0));
-  EXPECT_EQ(b.dv, std::vector<double>(2 * 5 * 8, 0.0));
+  EXPECT_EQ(r.out, std::vector<double>(2 * 5 * 2 * 8, 0.0));
+  EXPECT_EQ(r.dq, std::vector<double>(2 * 5 * 2 * 8, 0.0));
+  EXPECT_EQ(r.lse, std::vector<double>(2 * 2 * 5, -kInfinity));
+}
+
+TEST(Attention, NoQueriesGiveZeroGradients) {
+  const AttentionSizes sizes{.B = 2, .Sq = 0, .Sk = 5, .Hq = 2, .Hkv = 1, .D = 8};
+  AttentionInputs inputs = random_inputs<float>(sizes, 1);
+  inputs.dout = {0.0};  // never read: it asks for the backward
+
+  const AttentionResults r = run_attention<float>(sizes, inputs);
+
+  EXPECT_EQ(r.dk, std::vector<double>(2 * 5 * 8, 0.0));
+  EXPECT_EQ(r.dv, std::vector<double>(2 * 5 * 8, 0.0));
 }
 
 TEST(Attention, HiddenKeysAndValuesNeverLeak) {
@@ -248,11 +262,11 @@ TEST(Attention, HiddenKeysAndValuesNeverLeak) {
       }
 }
 
-TEST(Attention, KeyHiddenFromAllRowsNeverLeaksIntoGradients) {
-  // The first rows only: with Sq = 4 of the same problem aligned so that keys 6.. are beyond the stated length.
-  const AttentionSizes shorter{.Sq = 4, .Sk = 6, .D = 8, .is_causal = true, .scale = 0.4};
-  const AttentionInputs inputs = random_inputs<float>(shorter, 29);
-  const AttentionResults r = run_attention<float>(shorter, inputs);  // memory around every tensor is NaN
+TEST(Attention, MemoryAroundTheInputsIsNeverUsed) {
+  const AttentionSizes sizes{.Sq = 4, .Sk = 6, .D = 5, .is_causal = true, .scale = 0.4};
+
+  const AttentionResults r = run_attention<float>(sizes, random_inputs<float>(sizes, 29));  // NaN around every tensor
+
   for (const auto* values : {&r.out, &r.lse, &r.dq, &r.dk, &r.dv})
     for (double value : *values) EXPECT_TRUE(std::isfinite(value));
 }

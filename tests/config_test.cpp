@@ -10,6 +10,7 @@
 #include "configs/run_config.h"
 #include "configs/yaml_reader.h"
 #include "kernels/runtime/check.h"
+#include "nn/arithmetic_data.h"
 
 namespace heddle::config {
 namespace {
@@ -222,14 +223,14 @@ TEST_F(Config, OverrideWinsOverTheFileAndTheLastOneOverTheFirst) {
 TEST_F(Config, OverridesAreCheckedLikeTheFile) {
   const std::string path = write(kRequiredKeys);
   const std::vector<std::string> overrides{
-      "train.max_step=200", "train.micro_batch_size=eight", "train.warmup_steps=11", "model.num_layers.x=1",
+      "train.max_step=200", "train.micro_batch_size=eight", "train.min_learning_rate=11", "model.num_layers.x=1",
       "data=[text]",        "train.seed=[1",                "max_steps=5",           "train.seed",
       "=3",                 "train.output_dir=a: b: c"};
 
   EXPECT_EQ(mistakes(path, overrides),
             "--set train.max_step: expected a known key, got \"max_step\"; did you mean max_steps?\n"
             "--set train.micro_batch_size: expected integer >= 1, got \"eight\"\n"
-            "--set train.warmup_steps: expected at most train.max_steps (10, line 10), got 11\n"
+            "--set train.min_learning_rate: expected at most train.learning_rate (0.001, the default), got 11\n"
             "--set model.num_layers.x: expected a known key, got \"num_layers.x\"; configs/README.md lists the keys\n"
             "--set data: expected a map of keys, got a list\n"
             "--set train.seed: expected valid YAML, got a syntax error (end of sequence flow not found)\n"
@@ -244,6 +245,21 @@ TEST_F(Config, RuleBrokenByTheFileAgainstAnOverrideNamesBoth) {
 
   EXPECT_EQ(mistakes(path, {"model.num_attention_heads=5"}),
             path + ":3:16: model.hidden_size: expected a multiple of model.num_attention_heads (5, --set), got 48");
+}
+
+TEST_F(Config, ShortestArithmeticSequenceIsOneProblemOfTheDataSet) {
+  const std::string path = write(kRequiredKeys);
+  for (const char* operation : {"addition", "subtraction"}) {
+    std::vector<std::string> overrides{"data.source=arithmetic", "data.digits=3", std::string("data.operation=") + operation};
+    const std::int64_t length = nn::ArithmeticData(load(path, overrides).data, /*seed=*/1).row_length();
+
+    overrides.push_back("data.sequence_length=" + std::to_string(length));
+    EXPECT_EQ(mistakes(path, overrides), "");
+    overrides.push_back("data.sequence_length=" + std::to_string(length - 1));
+    EXPECT_EQ(mistakes(path, overrides), "--set data.sequence_length: expected at least " + std::to_string(length) +
+                                             ", a whole problem, for data.digits (3, --set), got " +
+                                             std::to_string(length - 1));
+  }
 }
 
 TEST_F(Config, MissingFileAndFolderAreNamed) {
@@ -288,7 +304,7 @@ TEST(TransformerConfig, ValidateNamesEveryBadKeyAndRule) {
 }
 
 TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
-  const nn::TrainConfig config{.output_dir = "runs/x", .max_steps = 5, .learning_rate = 1.0 / 0.0, .warmup_steps = 6};
+  const nn::TrainConfig config{.output_dir = "runs/x", .max_steps = 5, .learning_rate = 1.0 / 0.0, .warmup_steps = -1};
 
   try {
     nn::validate(config);
@@ -296,7 +312,7 @@ TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(),
                  "train.learning_rate: expected number > 0, got inf\n"
-                 "train.warmup_steps: expected at most max_steps (5), got 6");
+                 "train.warmup_steps: expected integer >= 0, got -1");
   }
 }
 

@@ -47,6 +47,10 @@ TEST(Schedule, WarmupAsLongAsTheRunEndsAtThePeak) {
   expect_rates(config(Schedule::cosine, 3, 3), {1e-3 / 3, 2e-3 / 3, 1e-3});
 }
 
+TEST(Schedule, RunShorterThanTheWarmupStaysInIt) {
+  expect_rates(config(Schedule::cosine, 8, 2), {1.25e-4, 2.5e-4});
+}
+
 TEST(Schedule, OneUpdateHasThePeak) { expect_rates(config(Schedule::cosine, 0, 1), {1e-3}); }
 
 TEST(Schedule, AfterTheLastUpdateTheRateStaysAtTheMinimum) {

@@ -106,12 +106,11 @@ bool view_strides(const Tensor& x, const Shape& target, Shape& out) {
 Shape resolve_shape(const Tensor& x, const Shape& wanted) {
   Shape shape = wanted;
   int unknown = -1;
-  std::int64_t known = 1;
   for (int d = 0; d < shape.rank(); ++d) {
     HEDDLE_CHECK(shape[d] >= 0 || (shape[d] == -1 && unknown < 0), "reshape: sizes must be >= 0, one may be -1, got ", wanted);
-    if (shape[d] == -1) unknown = d;
-    else known *= shape[d];
+    if (shape[d] == -1) shape[unknown = d] = 1;
   }
+  const std::int64_t known = checked_numel(shape, "reshape");
   if (unknown >= 0 && known > 0) shape[unknown] = x.numel() / known;
   HEDDLE_CHECK((unknown < 0 || known > 0) && shape.numel() == x.numel(), "reshape: ", x.shape(), " with ", x.numel(),
                " elements does not fit ", wanted);
@@ -173,6 +172,7 @@ Tensor reshape(const Tensor& x, const Shape& wanted) {
 }
 
 Tensor expand(const Tensor& x, const Shape& shape) {
+  checked_numel(shape, "expand");
   HEDDLE_CHECK(broadcast_shapes(x.shape(), shape, "expand") == shape, "expand: ", x.shape(), " does not expand to ", shape);
   const Tensor out = x.alias(shape, broadcast_strides(x.shape(), x.strides(), shape), x.storage_offset());
   if (needs_grad({&x})) record(out, std::make_shared<ExpandNode>(x.shape()), {&x});

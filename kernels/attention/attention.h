@@ -66,7 +66,7 @@ struct AttentionProblem {
   bool is_causal = false;
   double scale = 1.0;
   bool deterministic = false;  // asks for the same bits in every run
-  Device device;
+  Device device = kCpu;
 };
 
 inline constexpr std::int64_t kAttentionMaxHeadSize = 256;

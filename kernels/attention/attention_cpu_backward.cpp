@@ -97,15 +97,27 @@ class Backward {
   // delta = rowsum(dout * out) - dlse: what every dp of the row has subtracted. out = p v makes the row sum equal to
   // that of p * dp, and the gradient of lse is p.
   void compute_delta() const {
-    parallel_for(B_ * Hq_ * mask_.Sq, 64, [&](std::int64_t begin, std::int64_t end) {
+    // Several rows at once: each sum is a chain of dependent additions, in the order in which dp adds, so that with a
+    // single key dp - delta is exactly 0.
+    constexpr std::int64_t kRows = 8;
+    const std::int64_t blocks = tile_count(mask_.Sq, kRows);
+    parallel_for(B_ * Hq_ * blocks, 8, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t index = begin; index < end; ++index) {
-        const std::int64_t row = index % mask_.Sq, h = index / mask_.Sq % Hq_, b = index / mask_.Sq / Hq_;
-        const auto out = head_rows<E>(args_.out, b, h).at_row(row), dout = head_rows<E>(args_.dout, b, h).at_row(row);
-        T sum = 0;
+        const Span rows = tile_span(index % blocks, kRows, mask_.Sq);
+        const std::int64_t h = index / blocks % Hq_, b = index / blocks / Hq_;
+        const auto out = head_rows<E>(args_.out, b, h), dout = head_rows<E>(args_.dout, b, h);
+        const E *o[kRows], *g[kRows];
+        for (std::int64_t r = 0; r < kRows; ++r) {
+          const std::int64_t row = std::min(rows.begin + r, rows.end - 1);
+          o[r] = out.at_row(row).data, g[r] = dout.at_row(row).data;
+        }
+        T sum[kRows] = {};
         for (std::int64_t d = 0; d < D_; ++d)
-          sum += static_cast<T>(out.data[d * out.column]) * static_cast<T>(dout.data[d * dout.column]);
-        if (args_.dlse.defined()) sum -= row_value(args_.dlse, b, h, row);
-        delta_[index] = sum;
+          for (std::int64_t r = 0; r < kRows; ++r)
+            sum[r] += static_cast<T>(o[r][d * out.column]) * static_cast<T>(g[r][d * dout.column]);
+        for (std::int64_t row = rows.begin; row < rows.end; ++row)
+          delta_[(b * Hq_ + h) * mask_.Sq + row] =
+              sum[row - rows.begin] - (args_.dlse.defined() ? row_value(args_.dlse, b, h, row) : T{0});
       }
     });
   }
@@ -115,9 +127,11 @@ class Backward {
   }
 
   void run_head(const BackwardTiles<T>& tiles, std::int64_t b, std::int64_t hkv) const {
+    // The first key tile writes dq of the rows it reaches; the others see no key.
+    const std::int64_t blind = key_tiles_ == 0 ? query_tiles_ : visited_query_tiles(mask_, tile_, keys_of(0)).begin;
     std::fill(tiles.dq, tiles.dq + tile_.query * tiles.width, T{0});
     for (std::int64_t h = hkv * group_; h < (hkv + 1) * group_; ++h)
-      for (std::int64_t i = 0; i < query_tiles_; ++i) store_dq(tiles, b, h, queries_of(i));
+      for (std::int64_t i = 0; i < blind; ++i) store_dq(tiles, b, h, queries_of(i));
     for (std::int64_t j = 0; j < key_tiles_; ++j) run_keys(tiles, b, hkv, keys_of(j), Wanted::all);
   }
 
@@ -130,7 +144,10 @@ class Backward {
     for (std::int64_t h = hkv * group_; h < (hkv + 1) * group_; ++h) {
       for (std::int64_t i = visited.begin; i < visited.end; ++i) {
         const Span queries = queries_of(i);
-        if (wanted == Wanted::all) load_tile(dq_rows(b, h, queries), queries.size(), D_, tiles.width, tiles.dq);
+        if (wanted == Wanted::all && keys.begin == 0)
+          std::fill(tiles.dq, tiles.dq + queries.size() * tiles.width, T{0});
+        else if (wanted == Wanted::all)
+          load_tile(dq_rows(b, h, queries), queries.size(), D_, tiles.width, tiles.dq);
         run_pair(tiles, b, h, queries, keys, wanted);
         if (wanted == Wanted::all) store_dq(tiles, b, h, queries);
       }
@@ -164,34 +181,24 @@ class Backward {
     load_transposed(v, keys.size(), D_, tiles.keys, tiles.vt);
   }
 
-  // The visible keys of row queries.begin + i, counted from keys.begin, and the rows that see key keys.begin + i.
-  Span visible_keys(Span queries, Span keys, std::int64_t i) const {
-    return {0, std::clamp<std::int64_t>(mask_.visible_keys(queries.begin + i) - keys.begin, 0, keys.size())};
-  }
-  Span visible_rows(Span queries, Span keys, std::int64_t i) const {
-    return {std::clamp<std::int64_t>(mask_.first_query(keys.begin + i) - queries.begin, 0, queries.size()), queries.size()};
-  }
-
   void run_pair(const BackwardTiles<T>& tiles, std::int64_t b, std::int64_t h, Span queries, Span keys, Wanted wanted) const {
     const std::int64_t rows = queries.size(), columns = padded_columns<T>(keys.size()), width = tiles.width;
     const auto row_of = [](T* tile, std::int64_t ld) { return LeftOperand<T>{tile, ld, 1}; };
     const auto column_of = [](T* tile, std::int64_t ld) { return LeftOperand<T>{tile, 1, ld}; };
-    const auto all_of_d = [&](std::int64_t) { return Span{0, D_}; };
+    const auto keys_seen = [&](std::int64_t i) { return local_keys(mask_, queries.begin + i, keys); };
+    const auto seen_by = [&](std::int64_t j) { return local_queries(mask_, keys.begin + j, queries); };
+    const auto needed = [&](Span panel) { return seen_by(panel.begin); };
     load_tile(head_rows<E>(args_.q, b, h).at_row(queries.begin), rows, D_, width, tiles.q);
     load_tile(head_rows<E>(args_.dout, b, h).at_row(queries.begin), rows, D_, width, tiles.dout);
-    std::fill(tiles.p, tiles.p + rows * tiles.keys, T{0});
-    std::fill(tiles.ds, tiles.ds + rows * tiles.keys, T{0});
-    multiply_add(tiles.p, tiles.keys, row_of(tiles.q, width), tiles.kt, tiles.keys, rows, columns, all_of_d);
-    multiply_add(tiles.ds, tiles.keys, row_of(tiles.dout, width), tiles.vt, tiles.keys, rows, columns, all_of_d);
+    multiply_scores(tiles.p, tiles.keys, row_of(tiles.q, width), tiles.kt, tiles.keys, columns, D_, needed);
+    multiply_scores(tiles.ds, tiles.keys, row_of(tiles.dout, width), tiles.vt, tiles.keys, columns, D_, needed);
     softmax_backward(tiles, b, h, queries, keys);
     if (wanted != Wanted::query_gradient) {
-      const auto seen_by = [&](std::int64_t i) { return visible_rows(queries, keys, i); };
-      multiply_add(tiles.dv, width, column_of(tiles.p, tiles.keys), tiles.dout, width, keys.size(), width, seen_by);
-      multiply_add(tiles.dk, width, column_of(tiles.ds, tiles.keys), tiles.q, width, keys.size(), width, seen_by);
+      multiply_visible(tiles.dv, width, column_of(tiles.p, tiles.keys), tiles.dout, width, keys.size(), width, seen_by);
+      multiply_visible(tiles.dk, width, column_of(tiles.ds, tiles.keys), tiles.q, width, keys.size(), width, seen_by);
     }
     if (wanted != Wanted::key_gradients)
-      multiply_add(tiles.dq, width, row_of(tiles.ds, tiles.keys), tiles.k, width, rows, width,
-                   [&](std::int64_t i) { return visible_keys(queries, keys, i); });
+      multiply_visible(tiles.dq, width, row_of(tiles.ds, tiles.keys), tiles.k, width, rows, width, keys_seen);
   }
 
   // p = exp(scale * s - lse) and ds = p * (dp - delta) of the visible pairs.
@@ -204,7 +211,7 @@ class Backward {
       // A row whose visible scores are all -inf has no weights: subtracting +inf makes every p zero.
       const T shift = lse == -kInfinity ? kInfinity : lse * std::numbers::log2e_v<T>;
       const T delta = delta_[(b * Hq_ + h) * mask_.Sq + row];
-      const std::int64_t visible = visible_keys(queries, keys, i).end;
+      const std::int64_t visible = local_keys(mask_, row, keys).end;
       T* p = tiles.p + i * tiles.keys;
       T* ds = tiles.ds + i * tiles.keys;
       for (std::int64_t j = 0; j < visible; ++j) {

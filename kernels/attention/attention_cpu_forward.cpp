@@ -46,7 +46,7 @@ void online_softmax(const ForwardTiles<T>& tiles, const AttentionMask& mask, T s
   constexpr T kInfinity = std::numeric_limits<T>::infinity();
   const T factor = scale * std::numbers::log2e_v<T>;  // exp(scale * x) = 2^(factor * x)
   const std::int64_t rows = queries.size();
-  const auto first_column = [&](std::int64_t key) { return std::max<std::int64_t>(mask.first_query(key) - queries.begin, 0); };
+  const auto first_column = [&](std::int64_t key) { return local_queries(mask, key, queries).begin; };
   T* const max = tiles.max;
   T* const sum = tiles.sum;
   T* const rescale = tiles.rescale;
@@ -91,14 +91,12 @@ void forward_tile(const AttentionForwardArgs& args, const AttentionMask& mask, A
     const Span keys = tile_span(j, tile.key, mask.Sk);
     load_tile(k_rows.at_row(keys.begin), keys.size(), D, tiles.width, tiles.k);
     load_tile(v_rows.at_row(keys.begin), keys.size(), D, tiles.width, tiles.v);
-    std::fill(tiles.st, tiles.st + keys.size() * tiles.queries, T{0});
-    multiply_add(tiles.st, tiles.queries, LeftOperand<T>{tiles.k, tiles.width, 1}, tiles.qt, tiles.queries, keys.size(),
-                 padded_columns<T>(rows), [&](std::int64_t) { return Span{0, D}; });
+    const auto visible = [&](std::int64_t i) { return local_keys(mask, queries.begin + i, keys); };
+    multiply_scores(tiles.st, tiles.queries, LeftOperand<T>{tiles.k, tiles.width, 1}, tiles.qt, tiles.queries,
+                    padded_columns<T>(rows), D, [&](Span columns) { return visible(std::min(columns.end, rows) - 1); });
     online_softmax(tiles, mask, static_cast<T>(args.scale), queries, keys);
-    multiply_add(tiles.out, tiles.width, LeftOperand<T>{tiles.st, 1, tiles.queries}, tiles.v, tiles.width, rows,
-                 tiles.width, [&](std::int64_t i) {
-                   return Span{0, std::clamp<std::int64_t>(mask.visible_keys(queries.begin + i) - keys.begin, 0, keys.size())};
-                 });
+    multiply_visible(tiles.out, tiles.width, LeftOperand<T>{tiles.st, 1, tiles.queries}, tiles.v, tiles.width, rows,
+                     tiles.width, visible);
   }
   T* lse = args.lse.as<T>() + b * args.lse.strides[0] + h * args.lse.strides[1];
   for (std::int64_t i = 0; i < rows; ++i) {

@@ -54,6 +54,14 @@ inline Span visited_query_tiles(const AttentionMask& mask, AttentionTile tile, S
   return {mask.first_query(keys.begin) / tile.query, tile_count(mask.Sq, tile.query)};
 }
 
+// The keys of a tile that a row sees, and the rows of a tile that see a key, counted from the start of the tile.
+inline Span local_keys(const AttentionMask& mask, std::int64_t row, Span keys) {
+  return {0, std::clamp<std::int64_t>(mask.visible_keys(row) - keys.begin, 0, keys.size())};
+}
+inline Span local_queries(const AttentionMask& mask, std::int64_t key, Span queries) {
+  return {std::clamp<std::int64_t>(mask.first_query(key) - queries.begin, 0, queries.size()), queries.size()};
+}
+
 // Whether a visited pair of tiles straddles the diagonal, so that some of its pairs are hidden.
 inline bool straddles(const AttentionMask& mask, Span queries, Span keys) {
   return mask.visible_keys(queries.begin) < keys.end;

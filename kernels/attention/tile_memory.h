@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/attention/tile.h"
+#include "kernels/attention/multiply.h"
 #include "kernels/runtime/view.h"
 
 // Moving tiles between tensors of any stride and dtype and the dense, padded tiles that the products work on.
@@ -47,12 +47,14 @@ HeadRows<E> head_rows(const MutView& view, std::int64_t b, std::int64_t h) {
   return {view.as<E>() + b * view.strides[0] + h * view.strides[2], view.strides[1], view.strides[3]};
 }
 
-// tile[r, d] = factor * rows[r, d]; the columns from D to `padded` become zero.
+// tile[r, d] = factor * rows[r, d]; the columns from D to `padded` become zero. The loops above take tiles in order and
+// rows are too far apart for the hardware to guess, so each row asks for the same row of the next tile (NOTES.md).
 template <typename E, typename T>
 void load_tile(HeadRows<E> rows, std::int64_t count, std::int64_t D, std::int64_t padded, T* tile, T factor = 1) {
   for (std::int64_t r = 0; r < count; ++r) {
     const auto* source = rows.data + r * rows.row;
     T* target = tile + r * padded;
+    for (std::int64_t d = 0; d < D; d += 64 / sizeof(E)) __builtin_prefetch(source + count * rows.row + d);
     if (rows.column == 1)
       for (std::int64_t d = 0; d < D; ++d) target[d] = factor * static_cast<T>(source[d]);
     else
@@ -61,14 +63,22 @@ void load_tile(HeadRows<E> rows, std::int64_t count, std::int64_t D, std::int64_
   }
 }
 
-// tile[d, r] = rows[r, d]; the columns from `count` to `padded` become zero.
+// tile[d, r] = rows[r, d]; the columns from `count` to the next multiple of a vector become zero. Rows are taken a vector
+// at a time, so that their cache lines stay while the columns pass.
 template <typename E, typename T>
 void load_transposed(HeadRows<const E> rows, std::int64_t count, std::int64_t D, std::int64_t padded, T* tile) {
-  for (std::int64_t d = 0; d < D; ++d) {
-    T* target = tile + d * padded;
-    for (std::int64_t r = 0; r < count; ++r)
-      target[r] = static_cast<T>(rows.data[r * rows.row + d * rows.column]);
-    std::fill(target + count, target + padded, T{0});
+  constexpr std::int64_t kLanes = Lanes<T>::count;
+  for (std::int64_t r = 0; r < count; r += kLanes) {
+    const std::int64_t used = std::min(count - r, kLanes);
+    for (std::int64_t d = 0; d < D; ++d) {
+      const E* source = rows.data + r * rows.row + d * rows.column;
+      typename Lanes<T>::type column = {};
+      if (used == kLanes)
+        for (std::int64_t l = 0; l < kLanes; ++l) column[l] = static_cast<T>(source[l * rows.row]);
+      else
+        for (std::int64_t l = 0; l < used; ++l) column[l] = static_cast<T>(source[l * rows.row]);
+      *reinterpret_cast<typename Lanes<T>::type*>(tile + d * padded + r) = column;
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <Eigen/Core>
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -8,9 +9,10 @@
 #include "kernels/runtime/view.h"
 
 // Note: Chunks
-// CPU elementwise kernels gather up to kChunk elements of each operand into a local array of the accumulation type,
-// compute on whole arrays (which Eigen vectorises, exp and tanh included) and scatter the result. One path serves every
-// dtype and every stride, and nothing lazy outlives its operands. kChunk 128: 16 AVX registers of float, all in L1.
+// CPU elementwise kernels gather kChunk elements of each operand into a local array of the type they compute in, work on
+// whole arrays (which Eigen vectorises, exp and tanh included) and scatter the result. One path serves every dtype and
+// every stride, an output may be the same view as an input, and nothing lazy outlives its operands.
+// kChunk 128: 16 AVX registers of float, all in L1.
 
 namespace heddle::cpu {
 
@@ -19,48 +21,41 @@ inline constexpr int kChunk = 128;
 template <typename A>
 using Chunk = Eigen::Array<A, kChunk, 1>;
 
-template <typename A, typename T>
-void load(Chunk<A>& chunk, const T* from, std::int64_t stride, int count) {
-  if (stride == 1) {
-    for (int i = 0; i < count; ++i) chunk[i] = static_cast<A>(from[i]);
-  } else {
-    for (int i = 0; i < count; ++i) chunk[i] = static_cast<A>(from[i * stride]);
-  }
-  for (int i = count; i < kChunk; ++i) chunk[i] = A(1);
-}
+// Converts `count` elements of a view of any dtype to A (float or double), from `offset` in steps of `stride`.
+template <typename A>
+void load(A* chunk, const ConstView& view, std::int64_t offset, std::int64_t stride, std::int64_t count);
 
-template <typename A, typename T>
-void store(const Chunk<A>& chunk, T* to, std::int64_t stride, int count) {
-  if (stride == 1) {
-    for (int i = 0; i < count; ++i) to[i] = static_cast<T>(chunk[i]);
-  } else {
-    for (int i = 0; i < count; ++i) to[i * stride] = static_cast<T>(chunk[i]);
-  }
-}
+// The inverse. 16-bit floats round once; an integer takes the truncated value; a bool is whether it is not zero.
+template <typename A>
+void store(const A* chunk, const MutView& view, std::int64_t offset, std::int64_t stride, std::int64_t count);
 
-// outputs = fn(inputs) over the shape of outputs[0]. fn(const std::array<Chunk<A>, In>&, std::array<Chunk<A>, Out>&).
-template <typename T, int In, int Out, typename Fn>
+// outputs = fn(inputs) over the shape of outputs[0]. fn(const std::array<Chunk<A>, In>&, std::array<Chunk<A>, Out>&); the
+// end of a part-filled chunk holds ones.
+template <typename A, std::size_t In, std::size_t Out, typename Fn>
 void map_chunks(const std::array<ConstView, In>& inputs, const std::array<MutView, Out>& outputs, const Fn& fn) {
-  using A = accumulate_t<T>;
-  const Shape& shape = outputs[0].shape;
+  constexpr std::int64_t kGrain = 16384;  // elements worth a thread: some 5 microseconds of a cheap op
   std::array<Shape, In + Out> strides;
-  for (int i = 0; i < In; ++i) strides[i] = broadcast_strides(inputs[i].shape, inputs[i].strides, shape);
-  for (int i = 0; i < Out; ++i) strides[In + i] = outputs[i].strides;
-  const StridedLoop<In + Out> loop(shape, strides);
-  loop.run([&](const std::array<std::int64_t, In + Out>& offsets, std::int64_t count) {
+  for (std::size_t i = 0; i < In; ++i) strides[i] = broadcast_strides(inputs[i].shape, inputs[i].strides, outputs[0].shape);
+  for (std::size_t i = 0; i < Out; ++i) strides[In + i] = outputs[i].strides;
+  const StridedLoop<In + Out> loop(outputs[0].shape, strides);
+  parallel_for(loop.shape.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
     std::array<Chunk<A>, In> in;
     std::array<Chunk<A>, Out> out;
-    for (std::int64_t done = 0; done < count; done += kChunk) {
-      const int size = static_cast<int>(std::min<std::int64_t>(kChunk, count - done));
-      for (int i = 0; i < In; ++i) {
-        const std::int64_t stride = loop.inner_stride(i);
-        load(in[i], inputs[i].template as<T>() + offsets[i] + done * stride, stride, size);
-      }
+    for (; begin < end; begin += kChunk) {
+      const std::int64_t stop = std::min(begin + kChunk, end);
+      std::int64_t at = 0;
+      loop.walk(begin, stop, [&](const auto& offsets, std::int64_t count) {
+        for (std::size_t i = 0; i < In; ++i) load(in[i].data() + at, inputs[i], offsets[i], loop.inner_stride(i), count);
+        at += count;
+      });
+      for (Chunk<A>& chunk : in) chunk.tail(kChunk - at).setOnes();
       fn(in, out);
-      for (int i = 0; i < Out; ++i) {
-        const std::int64_t stride = loop.inner_stride(In + i);
-        store(out[i], outputs[i].template as<T>() + offsets[In + i] + done * stride, stride, size);
-      }
+      at = 0;
+      loop.walk(begin, stop, [&](const auto& offsets, std::int64_t count) {
+        for (std::size_t i = 0; i < Out; ++i)
+          store(out[i].data() + at, outputs[i], offsets[In + i], loop.inner_stride(In + i), count);
+        at += count;
+      });
     }
   });
 }

@@ -10,7 +10,7 @@
 namespace heddle {
 
 // out = source, or out += source, converted to the dtype of out; any pair of dtypes. A non-zero value becomes true;
-// a float becomes an integer by truncation.
+// a float becomes an integer by truncation. Conversions and sums of int64 are exact up to 2^53.
 struct CopyArgs {
   ConstView source;
   MutView out;

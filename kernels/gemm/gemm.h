@@ -11,7 +11,8 @@ namespace heddle {
 //   c     [..., M, N]  dtype of a, or float32; written as `write` says; one of its last two strides must be 1
 //   bias  [N]          dtype of a; optional, only with Write::assign
 // Batch dimensions must be equal; a stride of 0 repeats a matrix. A transposed operand is one with transposed strides.
-// Sums are float32 (float64 for float64). K = 0 gives bias or zero.
+// Sums are float32 (float64 for float64), in an order that does not depend on the number of threads. K = 0 gives bias or
+// zero.
 struct GemmArgs {
   ConstView a;
   ConstView b;

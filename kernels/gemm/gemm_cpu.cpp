@@ -92,8 +92,10 @@ class Operand {
   Buffer dense_;
 };
 
-// The side of C along which work is cut: 64 rows keep Eigen's packed panels full, and 2^16 multiply-adds are worth a thread.
-constexpr std::int64_t kMinRows = 64;
+// Work is cut over threads along the longer side of C. 2^16 multiply-adds are worth a thread. A cut falls on a multiple of
+// kPanel, three AVX-512 registers of float, which is what Eigen's kernel takes at a time: every element is then summed in
+// the order it would have in the whole product, so the result does not depend on the number of threads.
+constexpr std::int64_t kPanel = 48;
 constexpr std::int64_t kMinWork = std::int64_t{1} << 16;
 
 template <typename A>
@@ -106,12 +108,13 @@ void gemm_typed(const ConstView& a_view, const ConstView& b_view, const MutView&
   const bool cut_rows = M >= N;
   const std::int64_t side = cut_rows ? M : N;
   const std::int64_t threads = std::min<std::int64_t>(num_threads(), 1 + batches * M * N * K / kMinWork);
-  const std::int64_t most_cuts = std::max<std::int64_t>(1, (side + kMinRows - 1) / kMinRows);
-  const std::int64_t cuts = std::clamp<std::int64_t>((threads + batches - 1) / batches, 1, most_cuts);
+  const std::int64_t panels = std::max<std::int64_t>(1, side / kPanel);
+  const std::int64_t cuts = std::clamp<std::int64_t>((threads + batches - 1) / batches, 1, panels);
   parallel_for(batches * cuts, threads == 1 ? batches * cuts : 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t task = begin; task < end; ++task) {
       const std::int64_t batch = task / cuts, cut = task % cuts;
-      const std::int64_t from = side * cut / cuts, to = side * (cut + 1) / cuts;
+      const std::int64_t from = panels * cut / cuts * kPanel;
+      const std::int64_t to = cut + 1 == cuts ? side : panels * (cut + 1) / cuts * kPanel;
       Matrix<const A> left = a.matrix(batch), right = b.matrix(batch);
       const Matrix<const A> whole = c.matrix(batch);
       Matrix<A> out = {const_cast<A*>(whole.data), M, N, whole.row_stride, whole.col_stride};

@@ -1,10 +1,22 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
-#include <cstring>
 
 namespace heddle {
+
+// The float to round further to 16 bits: the nearest one, or its neighbour when it is inexact and its last bit is 0. An
+// odd last bit keeps the value off every 16-bit midpoint, so the second rounding gives what one rounding would.
+// Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd".
+inline float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  const auto bits = std::bit_cast<std::uint32_t>(nearest);
+  const bool exact = static_cast<double>(nearest) == value || value != value;
+  if (exact || (bits & 1u) != 0) return nearest;
+  const bool rounded_up = std::abs(static_cast<double>(nearest)) > std::abs(value);
+  return std::bit_cast<float>(rounded_up ? bits - 1 : bits + 1);
+}
 
 // The upper 16 bits of a float. Conversion from float rounds to nearest even; NaN stays NaN (quiet).
 struct bfloat16 {

@@ -1,6 +1,20 @@
 #include "kernels/runtime/shape.h"
 
+#include <limits>
+
 namespace heddle {
+
+std::int64_t checked_numel(const Shape& shape, const char* op) {
+  constexpr std::int64_t kMostElements = std::numeric_limits<std::int64_t>::max() / 8;  // 8: the largest dtype
+  std::int64_t product = 1;
+  for (std::int64_t size : shape) {
+    HEDDLE_CHECK(size >= 0, op, ": sizes must be >= 0, got ", shape);
+    HEDDLE_CHECK(size == 0 || product <= kMostElements / size, op, ": shape ", shape,
+                 " has more elements than 64 bits can count in bytes");
+    product *= std::max<std::int64_t>(size, 1);
+  }
+  return shape.numel();
+}
 
 Shape broadcast_shapes(const Shape& a, const Shape& b, const char* op) {
   const int rank = std::max(a.rank(), b.rank());

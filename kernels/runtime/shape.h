@@ -74,6 +74,10 @@ inline int normalise_dim(int dim, int rank, const char* op) {
   return dim < 0 ? dim + rank : dim;
 }
 
+// Product of all values. Throws naming `op` if a size is negative, or if the sizes other than 0 multiply to more than 64
+// bits can count in bytes: every shape a user gives goes through here, so numel() and the strides cannot overflow.
+std::int64_t checked_numel(const Shape& shape, const char* op);
+
 // The shape both operands broadcast to, by NumPy's rule: align on the right; sizes must be equal or 1.
 Shape broadcast_shapes(const Shape& a, const Shape& b, const char* op);
 

@@ -47,12 +47,30 @@ struct StridedLoop {
   // The same for elements [begin, end) in row-major order, on the calling thread.
   template <typename Body>
   void walk(std::int64_t begin, std::int64_t end, const Body& body) const {
-    const std::int64_t inner = inner_size();
-    while (begin < end) {
-      const std::int64_t column = begin % inner;
-      const std::int64_t count = std::min(end - begin, inner - column);
-      body(offsets_at(begin / inner, column), count);
+    if (begin >= end) return;
+    const int last = shape.rank() - 1;
+    std::array<std::int64_t, kMaxRank> index{};
+    std::int64_t rest = begin;
+    for (int d = last; d > 0; --d) index[static_cast<std::size_t>(d)] = rest % shape[d], rest /= shape[d];
+    index[0] = rest;
+    std::array<std::int64_t, N> offsets{};
+    for (int d = 0; d <= last; ++d) step(offsets, d, index[static_cast<std::size_t>(d)]);
+    while (true) {
+      const std::int64_t column = index[static_cast<std::size_t>(last)];
+      const std::int64_t count = std::min(end - begin, shape[last] - column);
+      body(offsets, count);
       begin += count;
+      if (begin >= end) return;
+      // On to the start of the next run: back over this one, then a carry through the outer dimensions.
+      step(offsets, last, -column);
+      index[static_cast<std::size_t>(last)] = 0;
+      int d = last - 1;
+      step(offsets, d, 1);
+      while (++index[static_cast<std::size_t>(d)] == shape[d]) {
+        step(offsets, d, -shape[d]);
+        index[static_cast<std::size_t>(d)] = 0;
+        step(offsets, --d, 1);
+      }
     }
   }
 
@@ -67,16 +85,9 @@ struct StridedLoop {
     return true;
   }
 
-  std::array<std::int64_t, N> offsets_at(std::int64_t row, std::int64_t column) const {
-    std::array<std::int64_t, N> offsets{};
-    for (int i = 0; i < N; ++i) offsets[static_cast<std::size_t>(i)] = column * inner_stride(i);
-    for (int d = shape.rank() - 2; d >= 0; --d) {
-      const std::int64_t index = row % shape[d];
-      row /= shape[d];
-      for (int i = 0; i < N; ++i)
-        offsets[static_cast<std::size_t>(i)] += index * strides[static_cast<std::size_t>(i)][d];
-    }
-    return offsets;
+  // Moves every operand `count` elements along dimension d.
+  void step(std::array<std::int64_t, N>& offsets, int d, std::int64_t count) const {
+    for (std::size_t i = 0; i < N; ++i) offsets[i] += count * strides[i][d];
   }
 };
 

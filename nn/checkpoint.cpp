@@ -1,0 +1,248 @@
+#include "nn/checkpoint.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+
+#include "autograd/grad_mode.h"
+#include "nn/atomic_file.h"
+#include "nn/posix_file.h"
+#include "nn/safetensors.h"
+
+namespace heddle::nn {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr int kFormatVersion = 1;
+constexpr std::string_view kFolderPrefix = "checkpoint-";
+const char* const kWeightsFile = "model.safetensors";
+const char* const kOptimizerFile = "optimizer.safetensors";
+const char* const kStateFile = "trainer_state.json";
+const char* const kConfigFile = "config.yaml";
+const char* const kHeadName = "lm_head.weight";
+const char* const kEmbeddingName = "model.embed_tokens.weight";
+
+fs::path folder_of(const fs::path& output_dir, std::int64_t step) {
+  return output_dir / concat_text(kFolderPrefix, step);
+}
+
+std::string state_text(const TrainerState& state) {
+  const json out = {{"format_version", kFormatVersion},
+                    {"step", state.step},
+                    {"tokens", state.tokens},
+                    {"examples", state.examples},
+                    {"data", state.data},
+                    {"dropout", {{"seed", state.dropout.seed}, {"offset", state.dropout.offset}}},
+                    {"best_eval_loss", state.best_eval_loss ? json(*state.best_eval_loss) : json()},
+                    {"best_step", state.best_step}};
+  return out.dump(2) + "\n";
+}
+
+TrainerState read_state(const fs::path& path) {
+  try {
+    const json in = json::parse(read_file(path));
+    const int version = in.at("format_version").get<int>();
+    HEDDLE_CHECK(version == kFormatVersion, printable_path(path), ": format_version is ", version,
+                 ", this program reads ", kFormatVersion);
+    TrainerState state{.step = in.at("step"),
+                       .tokens = in.at("tokens"),
+                       .examples = in.at("examples"),
+                       .data = in.at("data"),
+                       .dropout = {in.at("dropout").at("seed"), in.at("dropout").at("offset")},
+                       .best_eval_loss = std::nullopt,
+                       .best_step = in.at("best_step")};
+    if (const json& best = in.at("best_eval_loss"); !best.is_null()) state.best_eval_loss = best.get<double>();
+    return state;
+  } catch (const json::exception& error) {
+    throw Error(concat_text(printable_path(path), ": not a trainer state: ", error.what()));
+  }
+}
+
+void write_tensors(const fs::path& path, const std::vector<NamedTensor>& tensors) {
+  std::vector<std::pair<std::string, Tensor>> entries;
+  for (const NamedTensor& named : tensors) entries.emplace_back(named.name, named.tensor);
+  write_safetensors(path, entries, {{"format", "pt"}});
+}
+
+// Reads a whole file, checks it against the tensors it goes to, and only then lets it be copied.
+class Restore {
+ public:
+  // `ignored` may be in the file without a target.
+  void match(const SafetensorsFile& file, const std::vector<NamedTensor>& targets, const std::set<std::string>& ignored = {}) {
+    std::set<std::string> known = ignored;
+    for (const NamedTensor& target : targets) {
+      known.insert(target.name);
+      if (!file.contains(target.name)) {
+        problem(file, concat_text("missing ", target.name, ", ", target.tensor.dtype(), " ", target.tensor.shape()));
+        continue;
+      }
+      const Tensor source = file.read(target.name);
+      if (source.shape() != target.tensor.shape() || source.dtype() != target.tensor.dtype())
+        problem(file, concat_text(target.name, " is ", source.dtype(), " ", source.shape(), ", expected ",
+                                  target.tensor.dtype(), " ", target.tensor.shape()));
+      copies_.push_back({target.tensor, source});
+    }
+    for (const std::string& name : file.names())
+      if (known.count(name) == 0) problem(file, concat_text("unexpected ", printable(name)));
+  }
+
+  void problem(const SafetensorsFile& file, const std::string& text) {
+    problems_ += concat_text("\n  ", file.path().filename().native(), ": ", text);
+  }
+
+  void commit(const fs::path& where) const {
+    HEDDLE_CHECK(problems_.empty(), printable_path(where), " does not fit this model; nothing was loaded:", problems_);
+    const NoGradGuard no_grad;
+    for (const auto& [target, source] : copies_) target.copy_(source);
+  }
+
+ private:
+  struct Copy {
+    Tensor target;
+    Tensor source;
+  };
+
+  std::vector<Copy> copies_;
+  std::string problems_;
+};
+
+bool same_bytes(const Tensor& a, const Tensor& b) {
+  return a.dtype() == b.dtype() && a.shape() == b.shape() &&
+         std::memcmp(a.view().data, b.view().data, static_cast<std::size_t>(a.nbytes())) == 0;
+}
+
+void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM& model) {
+  const bool is_tied = model.config().tied();
+  restore.match(file, model.parameters(), is_tied ? std::set<std::string>{kHeadName} : std::set<std::string>{});
+  if (is_tied && file.contains(kHeadName) && file.contains(kEmbeddingName) &&
+      !same_bytes(file.read(kHeadName), file.read(kEmbeddingName)))
+    restore.problem(file, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
+}
+
+// The step in "checkpoint-<step>", if the name has that form.
+std::optional<std::int64_t> step_in_name(const std::string& name) {
+  if (!name.starts_with(kFolderPrefix)) return std::nullopt;
+  const char* begin = name.data() + kFolderPrefix.size();
+  const char* end = name.data() + name.size();
+  std::int64_t step = 0;
+  const auto [stop, error] = std::from_chars(begin, end, step);
+  if (error != std::errc() || stop != end || step < 0) return std::nullopt;
+  return step;
+}
+
+// Throws if a file of the checkpoint is missing or damaged.
+Checkpoint check_folder(const fs::path& folder) {
+  Checkpoint checkpoint{folder, read_state(folder / kStateFile)};
+  for (const char* name : {kWeightsFile, kOptimizerFile}) SafetensorsFile header(folder / name);
+  HEDDLE_CHECK(fs::is_regular_file(folder / kConfigFile), printable_path(folder), ": ", kConfigFile, " is missing");
+  return checkpoint;
+}
+
+}  // namespace
+
+fs::path save_checkpoint(const fs::path& output_dir, const CausalLM& model, const AdamW& optimizer, const TrainerState& state,
+                         const std::string& config_yaml) {
+  const fs::path target = folder_of(output_dir, state.step);
+  const std::vector<NamedTensor> weights = model.parameters(), moments = optimizer.state();
+  for (const auto& tensors : {weights, moments}) {
+    const std::string bad = first_nonfinite(tensors);
+    HEDDLE_CHECK(bad.empty(), printable_path(target), ": not saved, ", bad, " holds NaN or infinity");
+  }
+  AtomicFolder folder(target);
+  write_tensors(folder.path() / kWeightsFile, weights);
+  write_tensors(folder.path() / kOptimizerFile, moments);
+  write_file(folder.path() / kStateFile, state_text(state));
+  write_file(folder.path() / kConfigFile, config_yaml);
+  folder.commit();
+  return target;
+}
+
+TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, const AdamW& optimizer) {
+  const TrainerState state = read_state(folder / kStateFile);
+  Restore restore;
+  match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
+  restore.match(SafetensorsFile(folder / kOptimizerFile), optimizer.state());
+  restore.commit(folder);
+  return state;
+}
+
+void load_weights(const fs::path& file, const CausalLM& model) {
+  Restore restore;
+  match_weights(restore, SafetensorsFile(file), model);
+  restore.commit(file);
+}
+
+std::vector<Checkpoint> find_checkpoints(const fs::path& output_dir, std::ostream* warnings) {
+  std::vector<Checkpoint> out;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(output_dir, error)) {
+    if (!step_in_name(entry.path().filename().native())) continue;
+    try {
+      out.push_back(check_folder(entry.path()));
+    } catch (const Error& damage) {
+      if (warnings != nullptr) *warnings << "ignoring " << printable_path(entry.path()) << ": " << damage.what() << '\n';
+    }
+  }
+  std::sort(out.begin(), out.end(), [](const Checkpoint& a, const Checkpoint& b) { return a.state.step < b.state.step; });
+  return out;
+}
+
+std::optional<Checkpoint> find_last_checkpoint(const fs::path& output_dir, std::ostream* warnings) {
+  const std::vector<Checkpoint> all = find_checkpoints(output_dir, warnings);
+  return all.empty() ? std::nullopt : std::optional(all.back());
+}
+
+std::optional<Checkpoint> find_best_checkpoint(const fs::path& output_dir) {
+  const std::vector<Checkpoint> all = find_checkpoints(output_dir);
+  if (all.empty()) return std::nullopt;
+  const TrainerState& last = all.back().state;
+  for (const Checkpoint& checkpoint : all)
+    if (last.best_eval_loss && checkpoint.state.step == last.best_step) return checkpoint;
+  return all.back();
+}
+
+Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
+  HEDDLE_CHECK(fs::is_directory(path), printable_path(path), " is not a folder; give a checkpoint or the output folder of a run");
+  if (fs::exists(path / kStateFile)) return check_folder(path);
+  const auto found = pick == Pick::best ? find_best_checkpoint(path) : find_last_checkpoint(path);
+  HEDDLE_CHECK(found, printable_path(path), " holds no complete checkpoint");
+  return *found;
+}
+
+std::optional<fs::path> set_aside(const fs::path& output_dir, std::int64_t step) {
+  std::vector<fs::path> moving;
+  for (const fs::directory_entry& entry : fs::directory_iterator(output_dir))
+    if (const auto found = step_in_name(entry.path().filename().native()); found && *found > step) moving.push_back(entry.path());
+  if (moving.empty()) return std::nullopt;
+  if (step < 0)
+    for (const char* name : {"config.yaml", "metrics.jsonl", "loss.svg", "sample.txt"})
+      if (fs::exists(output_dir / name)) moving.push_back(output_dir / name);
+
+  int number = 1;
+  while (fs::exists(output_dir / concat_text("old-", number))) ++number;
+  const fs::path aside = output_dir / concat_text("old-", number);
+  fs::create_directory(aside);
+  for (const fs::path& path : moving) fs::rename(path, aside / path.filename());
+  return aside;
+}
+
+void prune_checkpoints(const fs::path& output_dir, std::int64_t limit) {
+  const std::vector<Checkpoint> all = find_checkpoints(output_dir);
+  if (all.empty()) return;
+  const std::int64_t last = all.back().state.step, best = all.back().state.best_step;
+  auto excess = static_cast<std::int64_t>(all.size()) - limit;
+  for (const Checkpoint& checkpoint : all) {
+    if (excess <= 0) return;
+    if (checkpoint.state.step == last || checkpoint.state.step == best) continue;
+    remove_folder(checkpoint.folder);
+    excess -= 1;
+  }
+}
+
+}  // namespace heddle::nn

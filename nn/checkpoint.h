@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "autograd/random.h"
+#include "nn/optim.h"
+#include "nn/transformer.h"
+
+namespace heddle::nn {
+
+// A checkpoint is a folder checkpoint-<step> with model.safetensors, optimizer.safetensors, trainer_state.json and
+// config.yaml. It appears whole or not at all (Note: Safe writing).
+
+// Where a run stands, beside its weights and moments.
+struct TrainerState {
+  std::int64_t step = 0;      // updates attempted
+  std::int64_t tokens = 0;    // input tokens read
+  std::int64_t examples = 0;  // training examples used: the position in the data
+  std::string data;           // what they were taken from, Dataset::describe()
+  Generator dropout;
+  std::optional<double> best_eval_loss;
+  std::int64_t best_step = 0;  // the checkpoint with best_eval_loss
+};
+
+// Writes output_dir/checkpoint-<state.step>, replacing an older one of that step; returns its path. Throws heddle::Error
+// without writing if a weight or a moment holds NaN or infinity.
+std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CausalLM& model,
+                                      const AdamW& optimizer, const TrainerState& state, const std::string& config_yaml);
+
+// Restores weights and optimiser bit for bit. Throws heddle::Error naming every tensor that is missing, unexpected or of
+// another shape or dtype, in both files; model and optimiser are then unchanged.
+TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer);
+
+// Restores the weights alone from a model.safetensors, with the same errors. With a tied head the file may hold the
+// embedding once, or also as lm_head.weight with equal values; with an untied head lm_head.weight must be there.
+void load_weights(const std::filesystem::path& file, const CausalLM& model);
+
+struct Checkpoint {
+  std::filesystem::path folder;
+  TrainerState state;
+};
+
+// The checkpoints of a folder by rising step. Folders that are incomplete or damaged are left out, with one line each
+// on `warnings` if given.
+std::vector<Checkpoint> find_checkpoints(const std::filesystem::path& output_dir, std::ostream* warnings = nullptr);
+std::optional<Checkpoint> find_last_checkpoint(const std::filesystem::path& output_dir, std::ostream* warnings = nullptr);
+
+// The checkpoint with the lowest evaluation loss, as recorded by the last one; the last one if that is gone or there
+// was no evaluation.
+std::optional<Checkpoint> find_best_checkpoint(const std::filesystem::path& output_dir);
+
+// The checkpoint meant by a path: the folder of one, or the output folder of a run, which stands for its last or best.
+// Throws heddle::Error if there is none.
+enum class Pick { last, best };
+Checkpoint open_checkpoint(const std::filesystem::path& path, Pick pick);
+
+// Moves the checkpoints after `step` to a new folder output_dir/old-<n>, and with `step` -1 (a run from scratch) the other
+// files of the earlier run too. Returns that folder; nothing if there was no such checkpoint.
+std::optional<std::filesystem::path> set_aside(const std::filesystem::path& output_dir, std::int64_t step);
+
+// Removes the oldest checkpoints until `limit` are left. The last and the best are always kept, so a limit of 1 may leave
+// two.
+void prune_checkpoints(const std::filesystem::path& output_dir, std::int64_t limit);
+
+}  // namespace heddle::nn

@@ -1,0 +1,186 @@
+#include "nn/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "autograd/graphviz.h"
+#include "autograd/ops.h"
+#include "nn/evaluate.h"
+#include "nn/posix_file.h"
+#include "nn/schedule.h"
+
+namespace heddle::nn {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Dropout draws from a stream of its own, so that its masks are not the numbers the weights started from.
+constexpr std::uint64_t kDropoutStream = 0x9E3779B97F4A7C15u;
+
+Device device_of(const CausalLM& model) { return model.parameters().front().tensor.device(); }
+
+Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
+  const Device device = device_of(model);
+  return cross_entropy(model.forward(batch.input_ids.to(device), dropout), batch.labels.to(device),
+                       {.reduction = LossReduction::sum});
+}
+
+}  // namespace
+
+WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
+  WindowLoss out;
+  const Tensor total = Tensor::zeros({}, DType::f64, device_of(model));  // read once, after the last micro-batch
+  for (const Batch& batch : micro_batches) {
+    const Tensor loss = loss_sum(model, batch, dropout);
+    loss.backward();
+    total.add_(cast(loss.detach(), DType::f64));
+    out.labels += count_labels(batch);
+  }
+  out.sum = total.item();
+  return out;
+}
+
+void write_graph(const fs::path& path, const CausalLM& model, const Batch& batch, Generator dropout) {
+  std::vector<std::pair<std::string, Tensor>> names;
+  for (const NamedTensor& parameter : model.parameters()) names.emplace_back(parameter.name, parameter.tensor);
+  std::ostringstream text;
+  write_graphviz(text, loss_sum(model, batch, &dropout), names);
+  write_file(path, text.str());
+}
+
+Trainer::Trainer(CausalLM& model, const Dataset& data, const TrainConfig& config, TrainerOptions options)
+    : model_(model),
+      data_(data),
+      config_((validate(config), config)),
+      options_(std::move(options)),
+      folder_(config_.output_dir),
+      optimizer_(model.trainable_parameters(), {.beta1 = config_.adam_beta1,
+                                                .beta2 = config_.adam_beta2,
+                                                .eps = config_.adam_epsilon,
+                                                .weight_decay = config_.weight_decay}) {
+  state_.data = data_.describe();
+  state_.dropout.seed = static_cast<std::uint64_t>(config_.seed) ^ kDropoutStream;
+  resume_or_start();
+}
+
+std::optional<Checkpoint> Trainer::checkpoint_to_resume() const {
+  if (!config_.resume_from_checkpoint) return std::nullopt;
+  if (*config_.resume_from_checkpoint != "auto") return open_checkpoint(*config_.resume_from_checkpoint, Pick::last);
+  return find_last_checkpoint(folder_.path(), &options_.progress.out);
+}
+
+void Trainer::resume_or_start() {
+  std::ostream& out = options_.progress.out;
+  std::int64_t kept_step = -1;  // how far the files in the output folder belong to this run
+  if (const auto from = checkpoint_to_resume()) {
+    const std::string data = state_.data;
+    state_ = load_checkpoint(from->folder, model_, optimizer_);
+    out << "resuming from " << printable_path(from->folder) << ", step " << state_.step << std::endl;
+    if (state_.data != data) out << "warning: the data changed; before: " << state_.data << "; now: " << data << std::endl;
+    state_.data = data;
+    if (fs::canonical(from->folder).parent_path() == fs::canonical(folder_.path())) {
+      kept_step = state_.step;
+      last_checkpoint_ = from->folder;
+    } else {
+      state_.best_eval_loss.reset();
+      state_.best_step = 0;
+    }
+  } else if (config_.resume_from_checkpoint) {
+    out << "no checkpoint in " << printable_path(folder_.path()) << "; starting from scratch" << std::endl;
+  }
+  if (const auto aside = set_aside(folder_.path(), kept_step))
+    out << "moved the earlier " << (kept_step < 0 ? "run" : "checkpoints after that step") << " in "
+        << printable_path(folder_.path()) << " to " << printable_path(*aside) << std::endl;
+  metrics_.emplace(file("metrics.jsonl"), kept_step);
+  write_file(file("config.yaml"), options_.config_yaml);
+}
+
+TrainResult Trainer::run() {
+  Progress progress(options_.progress, state_.step, config_.max_steps);
+  bool is_interrupted = false;
+  while (!is_last_step() && !is_interrupted) {
+    report(train_step(progress), progress);
+    if (nonfinite_in_a_row_ >= config_.max_nonfinite_steps) stop_if_diverged();
+    const bool is_best = (is_last_step() || is_due(config_.eval_steps)) && evaluate_now(progress);
+    is_interrupted = !is_last_step() && options_.interrupted();
+    if (is_last_step() || is_best || is_interrupted || is_due(config_.save_steps)) save_now(progress);
+  }
+  if (!is_interrupted) finish(progress);
+  return {.step = state_.step, .interrupted = is_interrupted, .checkpoint = last_checkpoint_};
+}
+
+StepMetrics Trainer::train_step(Progress& progress) {
+  const auto start = Clock::now();
+  const std::int64_t batch_size = config_.micro_batch_size;
+  std::vector<Batch> window;
+  for (std::int64_t i = 0; i < config_.gradient_accumulation_steps; ++i) {
+    window.push_back(data_.train_batch(state_.examples, batch_size));
+    state_.examples += batch_size;
+  }
+  StepMetrics metrics{.step = state_.step + 1, .learning_rate = learning_rate_at(config_, state_.step)};
+  const WindowLoss loss = accumulate_window(model_, window, &state_.dropout);
+  metrics.loss = loss.mean();
+  if (loss.labels == 0) {
+    progress.message(concat_text("warning: step ", metrics.step, ": no token carries loss; update skipped"));
+  } else if (!std::isfinite(loss.sum)) {
+    metrics.grad_norm = std::nan("");
+    skip_nonfinite("the loss", progress);
+  } else {
+    const UpdateResult update = optimizer_.update({.learning_rate = metrics.learning_rate,
+                                                   .grad_scale = 1 / static_cast<double>(loss.labels),
+                                                   .max_grad_norm = config_.max_grad_norm});
+    metrics.grad_norm = update.grad_norm;
+    if (update.applied) nonfinite_in_a_row_ = 0;
+    else skip_nonfinite("the gradient of " + update.nonfinite, progress);
+  }
+  optimizer_.zero_grad();
+
+  const std::int64_t tokens = static_cast<std::int64_t>(window.size()) * batch_size * data_.row_length();
+  state_.step += 1;
+  state_.tokens += tokens;
+  metrics.tokens = state_.tokens;
+  timed_ += Clock::now() - start;
+  timed_steps_ += 1;
+  timed_tokens_ += tokens;
+  return metrics;
+}
+
+void Trainer::skip_nonfinite(const std::string& where, Progress& progress) {
+  nonfinite_in_a_row_ += 1;
+  progress.message(concat_text("warning: step ", state_.step + 1, ": ", where, " is not finite; update skipped (",
+                               nonfinite_in_a_row_, " in a row)"));
+}
+
+void Trainer::save_now(Progress& progress) {
+  if (!is_healthy()) {
+    progress.message(concat_text("warning: step ", state_.step, ": no checkpoint, because the loss or a gradient is not finite"));
+    return;
+  }
+  last_checkpoint_ = save_checkpoint(folder_.path(), model_, optimizer_, state_, options_.config_yaml);
+  prune_checkpoints(folder_.path(), config_.save_total_limit);
+  progress.message("saved " + printable_path(last_checkpoint_));
+}
+
+void Trainer::stop_if_diverged() const {
+  if (is_healthy()) return;
+  draw_chart();
+  const std::string what = nonfinite_in_a_row_ > 0
+                               ? concat_text("loss or a gradient was not finite ", nonfinite_in_a_row_, " times in a row")
+                               : std::string("evaluation loss is not finite");
+  const std::string kept = last_checkpoint_.empty() ? "there is no checkpoint"
+                                                    : "the last checkpoint is " + printable_path(last_checkpoint_);
+  throw Error(concat_text("train: stopped at step ", state_.step, ": the ", what, "; ", kept,
+                          "; try a lower learning_rate or a longer warm-up"));
+}
+
+void Trainer::finish(Progress& progress) {
+  stop_if_diverged();
+  draw_chart();
+  write_file(file("sample.txt"), sample_text(model_, data_, static_cast<std::uint64_t>(config_.seed)));
+  if (state_.best_eval_loss)
+    progress.message(concat_text("best eval loss ", *state_.best_eval_loss, " at step ", state_.best_step));
+  progress.message(concat_text("results in ", printable_path(folder_.path()), ": metrics.jsonl, loss.svg, sample.txt"));
+}
+
+}  // namespace heddle::nn

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
+#include "nn/data.h"
+#include "nn/metrics_log.h"
+#include "nn/optim.h"
+#include "nn/progress.h"
+#include "nn/train_config.h"
+#include "nn/transformer.h"
+
+namespace heddle::nn {
+
+// The micro-batches between two updates, together.
+struct WindowLoss {
+  double sum = 0;           // of the losses of all labels
+  std::int64_t labels = 0;  // that carry loss
+
+  double mean() const { return sum / static_cast<double>(labels); }  // NaN without labels
+};
+
+// Runs micro-batches forward and backward and adds the gradients of the SUM of their token losses to the leaves.
+// Dividing once by the labels of the whole window, in the update, gives every token the same weight however the window
+// was cut: neither a short micro-batch nor a short window counts more.
+WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout);
+
+// Writes the graph of the loss of one batch in Graphviz's dot language. Changes neither the model nor the generator.
+void write_graph(const std::filesystem::path& path, const CausalLM& model, const Batch& batch, Generator dropout = {});
+
+struct TrainerOptions {
+  std::string title;        // of loss.svg
+  std::string config_yaml;  // the resolved config, stored in the output folder and in every checkpoint
+  std::function<bool()> interrupted = [] { return false; };  // asked after every step
+  ProgressTarget progress = standard_output();
+};
+
+struct TrainResult {
+  std::int64_t step = 0;             // steps done, those before a resume included
+  bool interrupted = false;
+  std::filesystem::path checkpoint;  // the last one, empty if there is none
+};
+
+// Trains a model and keeps its output folder.
+//
+// Note: Output folder
+// config.yaml, metrics.jsonl, loss.svg, sample.txt (at the end) and checkpoint-<step>. A checkpoint is written every save_steps,
+// whenever an evaluation is the best so far, at the end and on an interrupt; save_total_limit are kept, among them
+// always the best and the last. The folder belongs to one process at a time. A run from scratch in a folder that holds
+// checkpoints first moves that run to old-<n> inside it; a resumed run moves there only the checkpoints after the one it
+// continues, and cuts metrics.jsonl at that step.
+//
+// A resumed run continues bit for bit: weights, moments, step, random numbers and position in the data are restored.
+class Trainer {
+ public:
+  // Takes the output folder and restores resume_from_checkpoint: "auto" is the last checkpoint in output_dir, a run from
+  // scratch if there is none; a path is a checkpoint or the output folder of a run. The references must outlive the
+  // trainer. Throws heddle::Error if the folder cannot be written or is in use, or the checkpoint does not fit.
+  Trainer(CausalLM& model, const Dataset& data, const TrainConfig& config, TrainerOptions options);
+
+  // Trains up to max_steps or an interrupt. Throws heddle::Error after max_nonfinite_steps updates in a row that were
+  // skipped because the loss or a gradient was not finite, and if the run ends in such a row or with an evaluation loss
+  // that is not finite. No checkpoint is written in that state, so the last one is from before it.
+  TrainResult run();
+
+  const TrainerState& state() const { return state_; }
+  const AdamW& optimizer() const { return optimizer_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void resume_or_start();
+  std::optional<Checkpoint> checkpoint_to_resume() const;
+
+  StepMetrics train_step(Progress& progress);
+  void skip_nonfinite(const std::string& where, Progress& progress);
+  bool evaluate_now(Progress& progress);  // whether it was the best so far
+  void save_now(Progress& progress);
+  void finish(Progress& progress);
+  void stop_if_diverged() const;
+
+  void report(StepMetrics metrics, Progress& progress);
+  void draw_chart() const;
+
+  bool is_due(std::int64_t interval) const { return interval > 0 && state_.step % interval == 0; }
+  bool is_last_step() const { return state_.step >= config_.max_steps; }
+  bool is_healthy() const { return nonfinite_in_a_row_ == 0 && is_eval_finite_; }
+  std::filesystem::path file(const char* name) const { return folder_.path() / name; }
+
+  CausalLM& model_;
+  const Dataset& data_;
+  TrainConfig config_;
+  TrainerOptions options_;
+  OutputFolder folder_;
+  AdamW optimizer_;
+  TrainerState state_;
+  std::optional<MetricsLog> metrics_;
+  std::int64_t nonfinite_in_a_row_ = 0;
+  bool is_eval_finite_ = true;
+  std::filesystem::path last_checkpoint_;
+  Clock::duration timed_{};  // spent in steps since the last logged one
+  std::int64_t timed_steps_ = 0;
+  std::int64_t timed_tokens_ = 0;
+};
+
+}  // namespace heddle::nn

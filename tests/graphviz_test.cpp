@@ -1,0 +1,42 @@
+#include "autograd/graphviz.h"
+
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "tests/support/tensors.h"
+
+namespace heddle {
+namespace {
+
+TEST(Graphviz, WritesOpsAsBoxesAndLeavesAsEllipses) {
+  const Tensor w = testing::random_leaf({4, 3}), x = testing::random_tensor({2, 3});
+  const Tensor y = linear(x, w);
+  std::ostringstream out;
+
+  write_graphviz(out, sum(mul(y, y)), {{"weight", w}});
+
+  EXPECT_EQ(out.str(),
+            R"(digraph heddle {
+  rankdir=BT;
+  node [fontname="Helvetica", fontsize=10];
+  n0 [shape=box, label="sum\n[]"];
+  n1 -> n0;
+  n1 [shape=box, label="mul\n[2, 4]"];
+  n2 -> n1;
+  n2 -> n1;
+  n2 [shape=box, label="linear\n[2, 4]"];
+  n3 -> n2;
+  n3 [shape=ellipse, style=filled, fillcolor="#e8f0fe", label="weight\n[4, 3]"];
+}
+)");
+}
+
+TEST(Graphviz, TensorWithoutGraphIsRefused) {
+  std::ostringstream out;
+
+  EXPECT_EQ(testing::error_of([&] { write_graphviz(out, Tensor::zeros({2})); }), "write_graphviz: the tensor [2] has no graph");
+}
+
+}  // namespace
+}  // namespace heddle

@@ -1,0 +1,432 @@
+#include "nn/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "autograd/grad_mode.h"
+#include "nn/arithmetic_data.h"
+#include "nn/evaluate.h"
+#include "nn/posix_file.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/tiny_run.h"
+
+namespace heddle::nn {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using test::TempFolder;
+using test::tiny_config;
+using test::TinyData;
+using test::tiny_model;
+using test::values_of;
+
+TransformerConfig with_dropout() {
+  TransformerConfig config = tiny_config();
+  config.resid_pdrop = 0.2;
+  config.embd_pdrop = 0.1;
+  return config;
+}
+
+TrainConfig train_config(const fs::path& folder, std::int64_t steps) {
+  TrainConfig config;
+  config.output_dir = folder;
+  config.max_steps = steps;
+  config.micro_batch_size = 3;
+  config.gradient_accumulation_steps = 2;
+  config.learning_rate = 1e-2;
+  config.warmup_steps = std::min<std::int64_t>(2, steps);
+  config.logging_steps = 1;
+  config.eval_steps = 0;
+  config.save_steps = 0;
+  return config;
+}
+
+// A trainer with everything it needs; what it prints is kept.
+struct TestRun {
+  explicit TestRun(const TrainConfig& train, const TransformerConfig& config = with_dropout(), DType dtype = DType::f32)
+      : model(tiny_model(config, 1, dtype)), train(train) {}
+
+  TrainResult go() { return go(std::numeric_limits<std::int64_t>::max()); }
+  // Interrupted after `steps` steps.
+  TrainResult go(std::int64_t steps) {
+    Trainer trainer(model, data, train, options(steps));
+    return trainer.run();
+  }
+  TrainerOptions options(std::int64_t steps) {
+    return {.title = "test",
+            .config_yaml = "train: {}\n",
+            .interrupted = [steps, done = std::int64_t{0}]() mutable { return ++done >= steps; },
+            .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}};
+  }
+
+  CausalLM model;
+  TinyData data;
+  TrainConfig train;
+  std::ostringstream out;
+};
+
+std::vector<json> metrics_of(const fs::path& folder) {
+  std::vector<json> out;
+  std::istringstream in(read_file(folder / "metrics.jsonl"));
+  for (std::string line; std::getline(in, line);) out.push_back(json::parse(line));
+  return out;
+}
+
+// The metrics without what depends on the clock.
+std::vector<json> timeless(std::vector<json> metrics) {
+  for (json& object : metrics) {
+    object.erase("step_ms");
+    object.erase("tokens_per_second");
+  }
+  return metrics;
+}
+
+void expect_same_checkpoint(const fs::path& a, const fs::path& b) {
+  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
+    EXPECT_TRUE(read_file(a / name) == read_file(b / name)) << name;
+}
+
+// Resuming
+
+class Resume : public testing::TestWithParam<DType> {};
+
+TEST_P(Resume, EqualsTheUninterruptedRunBitForBit) {
+  const TempFolder folder;
+  TrainConfig whole = train_config(folder / "whole", 7), parts = train_config(folder / "parts", 7);
+  whole.eval_steps = parts.eval_steps = 2;
+  TestRun(whole, with_dropout(), GetParam()).go();
+
+  const TrainResult stopped = TestRun(parts, with_dropout(), GetParam()).go(3);
+  parts.resume_from_checkpoint = "auto";
+  const TrainResult resumed = TestRun(parts, with_dropout(), GetParam()).go();
+
+  EXPECT_TRUE(stopped.interrupted);
+  EXPECT_EQ(stopped.checkpoint, folder / "parts/checkpoint-3");
+  EXPECT_EQ(resumed.step, 7);
+  expect_same_checkpoint(folder / "whole/checkpoint-7", folder / "parts/checkpoint-7");
+  EXPECT_EQ(timeless(metrics_of(folder / "parts")), timeless(metrics_of(folder / "whole")));
+}
+
+INSTANTIATE_TEST_SUITE_P(, Resume, testing::Values(DType::f32, DType::bf16),
+                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+
+TEST(Trainer, DropoutMasksDifferFromStepToStepAndRepeatWithTheSeed) {
+  const TempFolder folder;
+  TrainConfig frozen = train_config(folder / "a", 2);
+  frozen.learning_rate = 1e-30;  // the weights stay, so only data and masks change the loss
+  frozen.micro_batch_size = 13;  // the whole training split, so the data do not either
+  frozen.gradient_accumulation_steps = 1;
+  TestRun(frozen).go();
+  frozen.output_dir = folder / "b";
+  TestRun(frozen).go();
+
+  const auto a = metrics_of(folder / "a"), b = metrics_of(folder / "b");
+  EXPECT_GT(std::abs(a[0]["loss"].get<double>() - a[1]["loss"].get<double>()), 1e-4);
+  EXPECT_EQ(a[0]["loss"], b[0]["loss"]);
+}
+
+TEST(Trainer, ResumingFromAnEarlierCheckpointDropsWhatCameAfter) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 6);
+  config.save_steps = 2;
+  TestRun(config).go();
+  const std::string first = read_file(folder / "run/checkpoint-6/model.safetensors");
+
+  config.resume_from_checkpoint = folder / "run/checkpoint-2";
+  TestRun(config).go();
+
+  EXPECT_TRUE(read_file(folder / "run/checkpoint-6/model.safetensors") == first);
+  EXPECT_TRUE(fs::exists(folder / "run/old-1/checkpoint-4"));
+  std::vector<std::int64_t> steps;
+  for (const json& object : metrics_of(folder / "run"))
+    if (object.contains("loss")) steps.push_back(object["step"]);
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 2, 3, 4, 5, 6}));
+}
+
+TEST(Trainer, AutoWithoutACheckpointStartsFromScratchAndSaysSo) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 1);
+  config.resume_from_checkpoint = "auto";
+  TestRun run(config);
+
+  EXPECT_EQ(run.go().step, 1);
+  EXPECT_NE(run.out.str().find("no checkpoint in " + (folder / "run").string() + "; starting from scratch"), std::string::npos);
+}
+
+TEST(Trainer, ResumingAnotherModelIsRefused) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 1);
+  TestRun(config).go();
+  config.resume_from_checkpoint = "auto";
+  TransformerConfig wider = with_dropout();
+  wider.intermediate_size = 24;
+
+  EXPECT_THROW(TestRun(config, wider).go(), Error);
+}
+
+// Output folder
+
+TEST(Trainer, SecondRunFromScratchKeepsTheFirst) {
+  const TempFolder folder;
+  const TrainConfig config = train_config(folder / "run", 2);
+  TestRun(config).go();
+  TestRun second(config);
+
+  second.go();
+
+  EXPECT_TRUE(fs::exists(folder / "run/old-1/checkpoint-2/model.safetensors"));
+  EXPECT_TRUE(fs::exists(folder / "run/old-1/metrics.jsonl"));
+  EXPECT_TRUE(fs::exists(folder / "run/checkpoint-2/model.safetensors"));
+  EXPECT_NE(second.out.str().find("moved the earlier run in " + (folder / "run").string()), std::string::npos);
+}
+
+TEST(Trainer, SecondTrainerOnOneFolderIsRefused) {
+  const TempFolder folder;
+  TestRun first(train_config(folder / "run", 1)), second(first.train);
+  const Trainer holder(first.model, first.data, first.train, first.options(1));
+
+  EXPECT_THROW(Trainer(second.model, second.data, second.train, second.options(1)), Error);
+}
+
+TEST(Trainer, OutputPathThatIsAFileIsRefusedBeforeTheFirstStep) {
+  const TempFolder folder;
+  write_file(folder / "run", "a file");
+
+  EXPECT_THROW(TestRun(train_config(folder / "run", 1)).go(), Error);
+}
+
+TEST(Trainer, WritesEveryFileOfARun) {
+  const TempFolder folder;
+  TestRun(train_config(folder / "run", 2)).go();
+
+  for (const char* name : {"config.yaml", "metrics.jsonl", "loss.svg", "sample.txt", "checkpoint-2/config.yaml"})
+    EXPECT_TRUE(fs::exists(folder / "run" / name)) << name;
+}
+
+TEST(Trainer, KeepsBestAndLastWithinTheLimit) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 8);
+  config.eval_steps = 2;
+  config.save_steps = 1;
+  config.save_total_limit = 3;
+  TestRun(config).go();
+
+  const std::vector<Checkpoint> kept = find_checkpoints(folder / "run");
+  double best = std::numeric_limits<double>::infinity();
+  std::int64_t best_step = 0;
+  for (const json& object : metrics_of(folder / "run"))
+    if (object.contains("eval_loss") && object["eval_loss"] < best) {
+      best = object["eval_loss"];
+      best_step = object["step"];
+    }
+  EXPECT_EQ(kept.size(), 3u);
+  EXPECT_EQ(kept.back().state.step, 8);
+  EXPECT_EQ(find_best_checkpoint(folder / "run")->state.step, best_step);
+}
+
+// Metrics
+
+TEST(Trainer, MetricsHaveExactlyTheDocumentedKeys) {
+  const TempFolder folder;
+  TestRun(train_config(folder / "run", 3)).go();
+
+  const std::vector<json> metrics = metrics_of(folder / "run");
+  ASSERT_EQ(metrics.size(), 4u);
+  for (std::size_t i = 0; i < 3; ++i) {
+    std::vector<std::string> keys;
+    for (const auto& item : metrics[i].items()) keys.push_back(item.key());
+    EXPECT_EQ(keys, (std::vector<std::string>{"grad_norm", "learning_rate", "loss", "step", "step_ms", "tokens", "tokens_per_second"}));
+    EXPECT_EQ(metrics[i]["step"], i + 1);
+    EXPECT_EQ(metrics[i]["tokens"], (i + 1) * 2 * 3 * 7);
+  }
+  EXPECT_EQ(metrics[0]["learning_rate"], 5e-3);
+  EXPECT_EQ(metrics[1]["learning_rate"], 1e-2);
+  EXPECT_EQ(metrics[3].size(), 2u);
+  EXPECT_EQ(metrics[3]["step"], 3);
+  EXPECT_TRUE(metrics[3]["eval_loss"].is_number());
+}
+
+TEST(MetricsLog, NumbersThatAreNotFiniteAreNull) {
+  const TempFolder folder;
+  const MetricsLog log(folder / "metrics.jsonl", 0);
+
+  log.write({.step = 1, .loss = std::nan(""), .grad_norm = std::numeric_limits<double>::infinity()});
+
+  const json object = metrics_of(folder.path()).at(0);
+  EXPECT_TRUE(object["loss"].is_null());
+  EXPECT_TRUE(object["grad_norm"].is_null());
+}
+
+TEST(MetricsLog, HalfALineFromAKillIsDropped) {
+  const TempFolder folder;
+  write_file(folder / "metrics.jsonl", "{\"step\":1,\"loss\":2.5}\n{\"step\":2,\"loss\":2.25}\n{\"step\":3,\"lo");
+
+  const MetricsLog log(folder / "metrics.jsonl", 1);
+
+  EXPECT_EQ(read_file(folder / "metrics.jsonl"), "{\"step\":1,\"loss\":2.5}\n");
+}
+
+// Evaluation
+
+TEST(Evaluate, TwiceInARowIsBitwiseEqualAndRestoresTrainingMode) {
+  CausalLM model = tiny_model(with_dropout());
+  const TinyData data;
+
+  const EvalResult first = evaluate(model, data, 2, 20), second = evaluate(model, data, 2, 20);
+
+  EXPECT_EQ(first.loss, second.loss);
+  EXPECT_TRUE(model.is_training());
+}
+
+TEST(Evaluate, BatchSizeDoesNotMatter) {
+  CausalLM model = tiny_model(tiny_config());
+  const TinyData data;
+
+  // Sums of about 28 losses of size 2.4 in float32, in another order.
+  EXPECT_NEAR(evaluate(model, data, 2, 20).loss, evaluate(model, data, 5, 20).loss, 1e-5);
+}
+
+TEST(Evaluate, ReadsNoMoreBatchesThanAsked) {
+  CausalLM model = tiny_model(tiny_config());
+  const TinyData five, two(13, 2);
+
+  EXPECT_EQ(evaluate(model, five, 1, 100).loss, evaluate(model, five, 1, 5).loss);
+  EXPECT_NE(evaluate(model, five, 1, 2).loss, evaluate(model, five, 1, 5).loss);
+}
+
+TEST(Evaluate, DoesNotChangeTraining) {
+  const TempFolder folder;
+  TrainConfig often = train_config(folder / "often", 5), rarely = train_config(folder / "rarely", 5);
+  often.eval_steps = 1;
+  TestRun(often).go();
+  TestRun(rarely).go();
+
+  for (const char* name : {"model.safetensors", "optimizer.safetensors"})
+    EXPECT_TRUE(read_file(folder / "often/checkpoint-5" / name) == read_file(folder / "rarely/checkpoint-5" / name)) << name;
+}
+
+TEST(Evaluate, ArithmeticReportsExactMatchOfEveryHeldOutProblem) {
+  DataConfig data_config;
+  data_config.source = DataSource::arithmetic;
+  data_config.digits = 1;
+  data_config.sequence_length = 16;
+  data_config.validation_fraction = 0.2;
+  const ArithmeticData data(data_config, 1);
+  TransformerConfig config = tiny_config();
+  config.vocab_size = 256;
+  CausalLM model = tiny_model(config);
+
+  const EvalResult result = evaluate(model, data, 4, /*eval_iters=*/1);
+  const std::string sample = sample_text(model, data, 1);
+
+  ASSERT_TRUE(result.exact_match);
+  EXPECT_GE(*result.exact_match, 0);
+  EXPECT_LE(*result.exact_match, 1);
+  EXPECT_NE(sample.find("Problems not seen in training: "), std::string::npos);
+  EXPECT_NE(sample.find("  wrong, the answer is "), std::string::npos) << sample;
+}
+
+// Divergence
+
+TEST(Trainer, LossThatStaysNanStopsTheRunAndKeepsTheLastGoodCheckpoint) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 3);
+  TestRun(config).go();
+  config.max_steps = 20;
+  config.max_nonfinite_steps = 4;
+  config.resume_from_checkpoint = "auto";
+  config.save_steps = 1;
+  TestRun run(config);
+  Trainer trainer(run.model, run.data, config, run.options(100));
+  {
+    const NoGradGuard no_grad;
+    run.model.parameters().front().tensor.fill_(std::nan(""));
+  }
+  const auto moments = values_of(trainer.optimizer().state());
+
+  std::string message;
+  try {
+    trainer.run();
+  } catch (const Error& error) {
+    message = error.what();
+  }
+
+  EXPECT_EQ(message, "train: stopped at step 7: the loss or a gradient was not finite 4 times in a row; the last checkpoint is " +
+                         (folder / "run/checkpoint-3").string() + "; try a lower learning_rate or a longer warm-up");
+  EXPECT_EQ(find_last_checkpoint(folder / "run")->state.step, 3);
+  EXPECT_EQ(values_of(trainer.optimizer().state()), moments);
+  EXPECT_NE(run.out.str().find("warning: step 5: the loss is not finite; update skipped (2 in a row)"), std::string::npos);
+}
+
+TEST(Trainer, RunThatEndsWithNanIsAFailureEvenBeforeTheLimit) {
+  const TempFolder folder;
+  TestRun run(train_config(folder / "run", 2));
+  {
+    const NoGradGuard no_grad;
+    run.model.parameters().front().tensor.fill_(std::nan(""));
+  }
+
+  EXPECT_THROW(run.go(), Error);
+  EXPECT_FALSE(find_last_checkpoint(folder / "run"));
+}
+
+// Small data and windows
+
+TEST(Trainer, DataSmallerThanAWindowStillTrainsEveryStep) {
+  const TempFolder folder;
+  TestRun run(train_config(folder / "run", 3));
+  run.data = TinyData(/*train_size=*/2, /*eval_size=*/1);
+  const auto before = values_of(run.model.parameters());
+
+  EXPECT_EQ(run.go().step, 3);
+  EXPECT_NE(values_of(run.model.parameters()), before);
+}
+
+class NoLossData final : public Dataset {
+ public:
+  NoLossData() : Dataset(1) { set_sizes(2, 2, 7); }
+  bool has_exact_match() const override { return false; }
+  std::string describe() const override { return "no loss"; }
+
+ private:
+  void write_example(Split split, std::int64_t, std::span<std::int64_t> ids, std::span<std::int64_t> labels) const override {
+    std::fill(ids.begin(), ids.end(), 1);
+    std::fill(labels.begin(), labels.end(), split == Split::train ? kNoLoss : 1);
+  }
+};
+
+TEST(Trainer, WindowWithoutLabelsIsSkippedWithAWarning) {
+  const TempFolder folder;
+  TestRun run(train_config(folder / "run", 2));
+  const NoLossData data;
+  const auto before = values_of(run.model.parameters());
+
+  Trainer trainer(run.model, data, run.train, run.options(100));
+  trainer.run();
+
+  EXPECT_EQ(values_of(run.model.parameters()), before);
+  EXPECT_EQ(trainer.optimizer().updates(), 0);
+  EXPECT_NE(run.out.str().find("warning: step 1: no token carries loss; update skipped"), std::string::npos);
+}
+
+TEST(WriteGraph, NamesEveryParameterAndLeavesTheModelAlone) {
+  const TempFolder folder;
+  const CausalLM model = tiny_model(tiny_config());
+
+  write_graph(folder / "graph.dot", model, TinyData().train_batch(0, 2));
+
+  const std::string dot = read_file(folder / "graph.dot");
+  for (const NamedTensor& parameter : model.parameters()) {
+    EXPECT_NE(dot.find(parameter.name), std::string::npos) << parameter.name;
+    EXPECT_FALSE(parameter.tensor.grad().defined());
+  }
+}
+
+}  // namespace
+}  // namespace heddle::nn
