@@ -7,14 +7,13 @@
 namespace heddle::cuda {
 namespace {
 
+template <typename T>
+constexpr bool kFitsFloat = is_floating(dtype_of<T>()) && !std::is_same_v<T, double>;
+
 template <typename To, typename From>
 __device__ To sum_as(To a, From b) {
-  if constexpr (is_floating(dtype_of<To>())) {
-    using A = accumulate_t<To>;
-    return convert<To>(convert<A>(a) + convert<A>(b));
-  } else {
-    return convert<To>(a + convert<To>(b));
-  }
+  using A = std::conditional_t<kFitsFloat<To> && kFitsFloat<From>, float, double>;
+  return convert<To>(convert<A>(a) + convert<A>(b));
 }
 
 template <int V, typename To, typename From>

@@ -10,7 +10,7 @@
 
 namespace heddle::cuda {
 
-// One number type to another, rounding to nearest even; the half types by the hardware's instructions. A non-zero value
+// One number type to another, rounded once to nearest even; the half types by the hardware's instructions. A non-zero value
 // becomes true, a float becomes an integer by truncation.
 template <typename To, typename From>
 __device__ To convert(From value) {
@@ -19,11 +19,13 @@ __device__ To convert(From value) {
   else if constexpr (std::is_same_v<From, float16>) return convert<To>(__half2float(__ushort_as_half(value.bits)));
   else if constexpr (std::is_same_v<To, bfloat16>) {
     To half;
-    half.bits = __bfloat16_as_ushort(__float2bfloat16_rn(static_cast<float>(value)));
+    if constexpr (std::is_same_v<From, float>) half.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+    else half.bits = __bfloat16_as_ushort(__double2bfloat16(static_cast<double>(value)));
     return half;
   } else if constexpr (std::is_same_v<To, float16>) {
     To half;
-    half.bits = __half_as_ushort(__float2half_rn(static_cast<float>(value)));
+    if constexpr (std::is_same_v<From, float>) half.bits = __half_as_ushort(__float2half_rn(value));
+    else half.bits = __half_as_ushort(__double2half(static_cast<double>(value)));
     return half;
   } else if constexpr (std::is_same_v<To, bool>) return value != From(0);
   else return static_cast<To>(value);
