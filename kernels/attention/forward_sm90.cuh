@@ -31,7 +31,7 @@ struct ForwardParams {
 };
 
 // kConsumers warpgroups own 64 query rows each; keys come kColumns at a time, two tiles in flight.
-template <int kHeadSize_, int kConsumers_, int kColumns_, int kStages_, bool kPingPong_>
+template <int kHeadSize_, int kConsumers_, int kColumns_, bool kPingPong_>
 struct ForwardTile {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kConsumers = kConsumers_;
@@ -39,7 +39,9 @@ struct ForwardTile {
   static constexpr bool kPingPong = kPingPong_;
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = 2;  // of keys and values
+  // The next tile's queries arrive under the current one: +8 % on causal masks, whose tiles are short, -1 % on full ones.
+  static constexpr int kQueryStages = 2;
   static constexpr int kPanels = kHeadSize / kPanelColumns;
   // Registers a thread after setmaxnreg; launch gives 65536 / kThreads rounded down to 8.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -50,13 +52,13 @@ struct ForwardTile {
 
 template <typename Tile>
 struct ForwardMemory {
-  alignas(1024) std::uint8_t query[Tile::kQueryBytes];
+  alignas(1024) std::uint8_t query[Tile::kQueryStages][Tile::kQueryBytes];
   alignas(1024) std::uint8_t key[Tile::kStages][Tile::kKeyBytes];
   alignas(1024) std::uint8_t value[Tile::kStages][Tile::kKeyBytes];
   alignas(1024) std::uint8_t out[Tile::kQueryBytes];
-  int tile[Tile::kStages];  // index of the tile to work on; -1 ends the block
-  Barrier tile_full[Tile::kStages], tile_empty[Tile::kStages];
-  Barrier query_full, query_empty;
+  int tile[Tile::kQueryStages];  // index of the tile to work on; -1 ends the block
+  Barrier tile_full[Tile::kQueryStages], tile_empty[Tile::kQueryStages];
+  Barrier query_full[Tile::kQueryStages], query_empty[Tile::kQueryStages];
   Barrier key_full[Tile::kStages], key_empty[Tile::kStages];
   Barrier value_full[Tile::kStages], value_empty[Tile::kStages];
 };
@@ -111,7 +113,7 @@ __device__ __forceinline__ void load_tile(std::uint8_t* to, const CUtensorMap* m
 // Loads one tile's queries, and its keys and values from the last tile to the first: the masked ones come first.
 template <typename Tile>
 __device__ __forceinline__ void load_inputs(const ForwardParams& p, ForwardMemory<Tile>& memory, const TileIndex& tile, int count,
-                                            RingPosition<Tile::kStages>& ring, std::uint32_t& query_phase) {
+                                            RingPosition<Tile::kStages>& ring, RingPosition<Tile::kQueryStages>& query_ring) {
   const int kv_head = tile.head / p.group;
   for (int j = count - 1; j >= 0; --j) {
     const int stage = ring.stage, row = j * Tile::kColumns;
@@ -119,10 +121,11 @@ __device__ __forceinline__ void load_inputs(const ForwardParams& p, ForwardMemor
     memory.key_full[stage].arrive_expect(Tile::kKeyBytes);
     load_tile<Tile>(memory.key[stage], &p.k, &memory.key_full[stage], Tile::kColumns, row, kv_head, tile.batch);
     if (j == count - 1) {
-      memory.query_empty.wait(query_phase ^ 1);
-      memory.query_full.arrive_expect(Tile::kQueryBytes);
-      load_tile<Tile>(memory.query, &p.q, &memory.query_full, Tile::kRows, tile.row_tile * Tile::kRows, tile.head, tile.batch);
-      query_phase ^= 1;
+      Barrier& full = memory.query_full[query_ring.stage];
+      memory.query_empty[query_ring.stage].wait(query_ring.phase ^ 1);
+      full.arrive_expect(Tile::kQueryBytes);
+      load_tile<Tile>(memory.query[query_ring.stage], &p.q, &full, Tile::kRows, tile.row_tile * Tile::kRows, tile.head, tile.batch);
+      query_ring.advance();
     }
     memory.value_empty[stage].wait(ring.phase ^ 1);
     memory.value_full[stage].arrive_expect(Tile::kKeyBytes);
@@ -131,26 +134,34 @@ __device__ __forceinline__ void load_inputs(const ForwardParams& p, ForwardMemor
   }
 }
 
+__device__ __forceinline__ unsigned fetch_add(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Runs on one thread: hands tiles to the consumers and keeps their buffers full.
 template <typename Tile, bool kCausal>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<Tile>& memory) {
-  RingPosition<Tile::kStages> ring, tile_ring;
-  std::uint32_t query_phase = 0;
-  const int total = p.row_tiles * p.heads * p.batches, grid = static_cast<int>(gridDim.x);
-  int index = static_cast<int>(blockIdx.x);
+  RingPosition<Tile::kStages> ring;
+  RingPosition<Tile::kQueryStages> tile_ring, query_ring;
+  const unsigned total = static_cast<unsigned>(p.row_tiles * p.heads * p.batches);
+  const bool has_more_rounds = total > gridDim.x;
+  unsigned index = blockIdx.x;
   while (true) {
     memory.tile_empty[tile_ring.stage].wait(tile_ring.phase ^ 1);
-    memory.tile[tile_ring.stage] = index < total ? index : -1;
+    memory.tile[tile_ring.stage] = index < total ? static_cast<int>(index) : -1;
     memory.tile_full[tile_ring.stage].arrive();
     tile_ring.advance();
     if (index >= total) break;
-    // Asked for one tile ahead: the answer takes about a microsecond.
-    const int next = total > grid ? grid + static_cast<int>(atomicAdd(&p.schedule[0], 1u)) : total;
-    const TileIndex tile = tile_at<kCausal>(p, index);
-    load_inputs<Tile>(p, memory, tile, key_tiles<Tile, kCausal>(p, tile.row_tile), ring, query_phase);
-    index = next;
+    // Asked for before the copies and read after them: the answer takes most of a microsecond.
+    unsigned taken = 0;
+    if (has_more_rounds) taken = fetch_add(&p.schedule[0]);
+    const TileIndex tile = tile_at<kCausal>(p, static_cast<int>(index));
+    load_inputs<Tile>(p, memory, tile, key_tiles<Tile, kCausal>(p, tile.row_tile), ring, query_ring);
+    index = has_more_rounds ? gridDim.x + taken : total;
   }
-  if (total > grid && atomicAdd(&p.schedule[1], 1u) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
+  if (has_more_rounds && fetch_add(&p.schedule[1]) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -195,6 +206,7 @@ struct Consumer {
   std::uint32_t probabilities[kScores / 2];
   float row_max[2], row_sum[2];
   RingPosition<Tile::kStages> key_ring, value_ring;
+  RingPosition<Tile::kQueryStages> query_ring, tile_ring;
 
   __device__ __forceinline__ int row_in_tile(int half) const {
     return group * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * half;
@@ -207,7 +219,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < Tile::kHeadSize / 16; ++step) {
       const int panel = step / 4, offset = step % 4 * 32;
-      const auto q = matrix_descriptor(memory.query + panel * Tile::kRows * 128 + group * 64 * 128 + offset, 16);
+      const auto q = matrix_descriptor(memory.query[query_ring.stage] + panel * Tile::kRows * 128 + group * 64 * 128 + offset, 16);
       const auto k = matrix_descriptor(memory.key[key_ring.stage] + panel * Tile::kColumns * 128 + offset, 16);
       Wgmma<T, Tile::kColumns>::shared(scores, q, k, step > 0);
     }
@@ -313,26 +325,61 @@ struct Consumer {
     rescale_output(factor);
   }
 
-  __device__ __forceinline__ void run_tile(const TileIndex& tile, int count) {
+  struct Work {
+    TileIndex tile;
+    int key_tiles;  // 0: there is no more work
+  };
+
+  // The next tile that sees a key; those that see none are written on the way.
+  __device__ __forceinline__ Work take_tile() {
+    while (true) {
+      memory.tile_full[tile_ring.stage].wait(tile_ring.phase);
+      const int index = memory.tile[tile_ring.stage];
+      named_sync(8 + group, 128);  // all have read it, and the last output tile has left the staging memory
+      if (thread == 0) memory.tile_empty[tile_ring.stage].arrive();
+      tile_ring.advance();
+      if (index < 0) return {{}, 0};
+      const TileIndex tile = tile_at<kCausal>(p, index);
+      const int count = key_tiles<Tile, kCausal>(p, tile.row_tile);
+      if (count > 0) return {tile, count};
+      write_empty(tile);
+    }
+  }
+
+  __device__ __forceinline__ void write_empty(const TileIndex& tile) {
+    const int first = tile.row_tile * Tile::kRows + group * 64;
+    T* base = static_cast<T*>(p.out) + tile.batch * p.out_batch + tile.head * p.out_head;
+    for (int i = thread; i < 64 * Tile::kHeadSize / 8; i += 128) {
+      const int row = first + i / (Tile::kHeadSize / 8);
+      if (row < p.Sq) *reinterpret_cast<uint4*>(base + row * p.out_row + i % (Tile::kHeadSize / 8) * 8) = uint4{0, 0, 0, 0};
+    }
+    if (thread < 64 && first + thread < p.Sq)
+      p.lse[tile.batch * p.lse_batch + tile.head * p.lse_head + (first + thread) * p.lse_row] = -INFINITY;
+  }
+
+  __device__ __forceinline__ void run_tile(const Work& work) {
+    memory.query_full[query_ring.stage].wait(query_ring.phase);
     issue_scores();
+    const int row_tile = work.tile.row_tile;
     wgmma_wait<0>();
     release_key();
-    mask_scores(tile.row_tile, count - 1);
+    mask_scores(row_tile, work.key_tiles - 1);
     float factor[2];
     softmax<true>(factor);
     pack_probabilities();
-    const int unmasked = unmasked_tiles(tile.row_tile);
+    const int unmasked = unmasked_tiles(row_tile);
     bool accumulate = false;
-    int j = count - 2;
+    int j = work.key_tiles - 2;
     for (; j >= unmasked; --j) {
-      step<true>(tile.row_tile, j, accumulate);
+      step<true>(row_tile, j, accumulate);
       accumulate = true;
     }
     for (; j >= 0; --j) {
-      step<false>(tile.row_tile, j, accumulate);
+      step<false>(row_tile, j, accumulate);
       accumulate = true;
     }
-    if (thread == 0) memory.query_empty.arrive();
+    if (thread == 0) memory.query_empty[query_ring.stage].arrive();
+    query_ring.advance();
     issue_output(accumulate);
     wgmma_wait<0>();
     release_value();
@@ -384,29 +431,13 @@ struct Consumer {
 
   __device__ __forceinline__ void consume() {
     if (Tile::kPingPong && group == Tile::kConsumers - 1) named_arrive(1, 256);
-    std::uint32_t query_phase = 0;
-    RingPosition<Tile::kStages> tile_ring;
     while (true) {
-      memory.tile_full[tile_ring.stage].wait(tile_ring.phase);
-      const int index = memory.tile[tile_ring.stage];
-      named_sync(8 + group, 128);  // all have read it, and the previous output tile has left the staging memory
-      if (thread == 0) memory.tile_empty[tile_ring.stage].arrive();
-      tile_ring.advance();
-      if (index < 0) break;
-      const TileIndex tile = tile_at<kCausal>(p, index);
-      const int count = key_tiles<Tile, kCausal>(p, tile.row_tile);
-      if (count > 0) {
-        memory.query_full.wait(query_phase);
-        query_phase ^= 1;
-        run_tile(tile, count);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-        row_sum[0] = row_sum[1] = 0.0f;
-      }
+      const Work work = take_tile();
+      if (work.key_tiles == 0) break;
+      run_tile(work);
       normalise();
-      write_lse(tile);
-      write_output(tile);
+      write_lse(work.tile);
+      write_output(work.tile);
     }
   }
 };
@@ -418,15 +449,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_kernel(co
   // Through a shuffle, so that the compiler knows it is the same in a whole warp.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
-    memory.query_full.init(1);
-    memory.query_empty.init(Tile::kConsumers);
+    for (int stage = 0; stage < Tile::kQueryStages; ++stage) {
+      memory.query_full[stage].init(1);
+      memory.query_empty[stage].init(Tile::kConsumers);
+      memory.tile_full[stage].init(1);
+      memory.tile_empty[stage].init(Tile::kConsumers);
+    }
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       memory.key_full[stage].init(1);
       memory.value_full[stage].init(1);
       memory.key_empty[stage].init(Tile::kConsumers);
       memory.value_empty[stage].init(Tile::kConsumers);
-      memory.tile_full[stage].init(1);
-      memory.tile_empty[stage].init(Tile::kConsumers);
     }
     fence_barrier_init();
     prefetch_map(&p.q);
