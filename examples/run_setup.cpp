@@ -1,7 +1,6 @@
 #include "examples/run_setup.h"
 
 #include "kernels/attention/attention.h"
-
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
 
