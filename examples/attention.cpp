@@ -5,13 +5,14 @@
 
 #include "autograd/ops.h"
 #include "examples/commands.h"
+#include "examples/run_setup.h"
 #include "nn/safetensors.h"
 
 namespace heddle::examples {
 namespace {
 
 struct AttentionCommand {
-  std::string input, output, kernel = "auto", device = "cpu";
+  std::string input, output, kernel = "auto", device = "auto";
   bool causal = false;
   std::optional<double> scale;
 };
@@ -24,7 +25,7 @@ Tensor read_input(const nn::SafetensorsFile& file, const std::string& name, Devi
 }
 
 int run_attention(const AttentionCommand& command) {
-  const Device device = parse_device(command.device);
+  const Device device = choose_device(command.device);
   const nn::SafetensorsFile file(command.input);
   Tensor q = read_input(file, "q", device), k = read_input(file, "k", device), v = read_input(file, "v", device);
   const bool has_gradient = file.contains("do");
@@ -51,9 +52,9 @@ void add_attention_command(CLI::App& app, int& exit_code) {
   sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D] and, for gradients, do")->required();
   sub->add_option("--output", command->output, "File to write: o, lse and, if do was given, dq, dk, dv")->required();
   sub->add_flag("--causal", command->causal, "Query i sees keys j <= i + Sk - Sq (bottom-right aligned)");
-  sub->add_option("--scale", command->scale, "Factor of the scores; 1/sqrt(D) if not given");
+  sub->add_option("--scale", command->scale, "Factor of the scores; 1/sqrt(D) if not given")->check(CLI::PositiveNumber);
   sub->add_option("--kernel", command->kernel, "auto, or the name of a variant")->capture_default_str();
-  sub->add_option("--device", command->device, "cpu, cuda or cuda:N")->capture_default_str();
+  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
   sub->footer("Example: heddle attention --input qkv.safetensors --output out.safetensors --causal");
   sub->callback([command, &exit_code] { exit_code = run_attention(*command); });
 }

@@ -9,6 +9,7 @@ namespace heddle::examples {
 
 void add_train_command(CLI::App& app, int& exit_code);
 void add_generate_command(CLI::App& app, int& exit_code);
+void add_gradcheck_command(CLI::App& app, int& exit_code);
 void add_attention_command(CLI::App& app, int& exit_code);
 
 }  // namespace heddle::examples

@@ -1,5 +1,6 @@
 #include "examples/run_setup.h"
 
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
 
@@ -16,10 +17,31 @@ Device choose_device(const std::string& name) {
   return device;
 }
 
+namespace {
+
+// Refuses an attention kernel that cannot run the model before anything is built or written.
+void check_attention_kernel(const config::RunConfig& run, DType dtype, Device device) {
+  const AttentionProblem problem = {.B = 1,
+                                    .Sq = 1,
+                                    .Sk = 1,
+                                    .Hq = run.model.num_attention_heads,
+                                    .Hkv = run.model.kv_heads(),
+                                    .D = run.model.head_size(),
+                                    .dtype = dtype,
+                                    .is_causal = true,
+                                    .deterministic = run.attention.deterministic,
+                                    .device = device};
+  for (const AttentionPass pass : {AttentionPass::forward, AttentionPass::backward})
+    select_attention(problem, pass, run.attention.kernel);
+}
+
+}  // namespace
+
 nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   if (run.train.num_threads > 0) set_num_threads(static_cast<int>(run.train.num_threads));
   device_context(device).deterministic = run.attention.deterministic;
   const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
+  check_attention_kernel(run, dtype, device);
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   return nn::CausalLM(run.model, {.dtype = dtype, .device = device}, generator, run.attention.kernel);
 }

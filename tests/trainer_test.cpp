@@ -116,6 +116,21 @@ TEST_P(Resume, EqualsTheUninterruptedRunBitForBit) {
 INSTANTIATE_TEST_SUITE_P(, Resume, testing::Values(DType::f32, DType::bf16),
                          [](const auto& info) { return std::string(dtype_name(info.param)); });
 
+TEST(Trainer, NormalisesOnceByTheLabelsOfTheWholeWindow) {
+  const TempFolder folder;
+  const TrainConfig config = train_config(folder / "run", 1);
+  TestRun(config, tiny_config()).go();
+
+  const CausalLM model = tiny_model(tiny_config());
+  AdamW optimizer(model.trainable_parameters(), {});
+  const std::vector<Batch> window = {TinyData().train_batch(0, 3), TinyData().train_batch(3, 3)};
+  const WindowLoss loss = accumulate_window(model, window, nullptr);
+  const UpdateResult update = optimizer.update({.learning_rate = 1e-2, .grad_scale = 1 / static_cast<double>(loss.labels)});
+  const json logged = metrics_of(folder / "run").at(0);
+  EXPECT_EQ(logged["loss"], loss.mean());
+  EXPECT_EQ(logged["grad_norm"], update.grad_norm);
+}
+
 TEST(Trainer, DropoutMasksDifferFromStepToStepAndRepeatWithTheSeed) {
   const TempFolder folder;
   TrainConfig frozen = train_config(folder / "a", 2);

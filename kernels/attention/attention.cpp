@@ -75,7 +75,7 @@ const AttentionVariant& select_attention(const AttentionProblem& problem, Attent
     HEDDLE_CHECK(wanted == "auto", "attention: kernel '", wanted, "' cannot run this ", pass_name(pass), ": ", support.reason);
     reasons += concat_text(reasons.empty() ? "" : "; ", variant.name, ": ", support.reason);
   }
-  HEDDLE_CHECK(wanted == "auto", "attention: there is no kernel '", wanted, "'; choose one of ", names);
+  if (wanted != "auto") throw ConfigError(concat_text("attention: there is no kernel '", wanted, "'; choose one of ", names));
   throw Error(concat_text("attention: no kernel can run this ", pass_name(pass), ": ", reasons));
 }
 

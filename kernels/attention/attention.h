@@ -91,7 +91,7 @@ struct AttentionVariant {
 std::span<const AttentionVariant> attention_variants();
 
 // The variant that runs a pass. `wanted` is "auto" for the first that supports the problem, or a variant's name.
-// Throws heddle::Error for an unknown name, for a named variant that cannot run it (with its reason), and when no
+// Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason), and when no
 // variant can (with the reason of each).
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
 

@@ -25,7 +25,7 @@ Device parse_device(std::string_view text) {
     const auto [end, status] = std::from_chars(first, last, index);
     if (status == std::errc{} && end == last && index >= 0) return {DeviceType::cuda, index};
   }
-  throw Error(concat_text("device: expected cpu, cuda or cuda:N, got '", text, "'"));
+  throw ConfigError(concat_text("device: expected cpu, cuda or cuda:N, got '", text, "'"));
 }
 
 DeviceSupport device_support(Device device) {

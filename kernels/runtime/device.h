@@ -22,7 +22,7 @@ inline constexpr Device kCpu{};
 
 std::ostream& operator<<(std::ostream& out, Device device);  // "cpu", "cuda:0"
 
-// Parses "cpu", "cuda" (index 0) or "cuda:N". Throws heddle::Error on anything else.
+// Parses "cpu", "cuda" (index 0) or "cuda:N". Throws heddle::ConfigError on anything else.
 Device parse_device(std::string_view text);
 
 // Whether this build and this machine can run on the device; `reason` says why not, and what to do.

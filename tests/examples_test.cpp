@@ -1,0 +1,157 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "autograd/random.h"
+#include "nn/safetensors.h"
+#include "tests/support/temp_folder.h"
+
+// The command-line tool as a user runs it: every command, every shipped config, every exit code.
+
+namespace heddle {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string output;  // standard output and standard error together
+};
+
+// Runs a shell command in the project's folder.
+Outcome run(const std::string& command) {
+  Outcome outcome;
+  FILE* pipe = ::popen(("cd " HEDDLE_SOURCE_DIR " && " + command + " 2>&1").c_str(), "r");
+  std::array<char, 4096> buffer;
+  while (const std::size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) outcome.output.append(buffer.data(), count);
+  const int status = ::pclose(pipe);
+  outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return outcome;
+}
+
+Outcome heddle(const std::string& arguments) { return run(HEDDLE_BINARY " " + arguments); }
+
+std::string read_text(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// A run of three updates of a shipped config.
+std::string train_three_steps(const std::string& config, const fs::path& folder) {
+  return "train " + config + " --set train.max_steps=3 --set train.logging_steps=1 --set train.eval_iters=1" +
+         " --set train.micro_batch_size=2 --set train.output_dir=" + folder.string();
+}
+
+class ShippedConfig : public testing::TestWithParam<std::string> {};
+
+TEST_P(ShippedConfig, TrainsAndLeavesACompleteRun) {
+  const test::TempFolder folder;
+
+  const Outcome outcome = heddle(train_three_steps("configs/" + GetParam() + ".yaml", folder.path() / "run"));
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* name : {"config.yaml", "metrics.jsonl", "loss.svg", "sample.txt", "checkpoint-3/model.safetensors",
+                           "checkpoint-3/optimizer.safetensors", "checkpoint-3/trainer_state.json", "checkpoint-3/config.yaml"})
+    EXPECT_TRUE(fs::exists(folder.path() / "run" / name)) << name;
+  const std::string metrics = read_text(folder.path() / "run/metrics.jsonl");
+  for (const char* key : {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_ms", "eval_loss"})
+    EXPECT_NE(metrics.find('"' + std::string(key) + "\":"), std::string::npos) << key << " in " << metrics;
+  EXPECT_EQ(metrics.find("eval_exact_match") != std::string::npos, GetParam() == "arithmetic");
+}
+
+INSTANTIATE_TEST_SUITE_P(Examples, ShippedConfig, testing::Values("tiny", "tiny_llama", "arithmetic"),
+                         [](const auto& info) { return info.param; });
+
+TEST(Tool, GeneratesTheSameTextFromTheSameSeed) {
+  const test::TempFolder folder;
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", folder.path() / "run")).exit_code, 0);
+  const std::string command = "generate --model " + (folder.path() / "run").string() + " --prompt Tensor --max-new-tokens 8 --seed 3";
+
+  const Outcome first = heddle(command), second = heddle(command);
+
+  EXPECT_EQ(first.exit_code, 0) << first.output;
+  EXPECT_EQ(first.output.substr(0, 6), "Tensor");
+  EXPECT_EQ(first.output, second.output);
+}
+
+TEST(Tool, WritesTheGraphOfOneStep) {
+  const test::TempFolder folder;
+  const fs::path graph = folder.path() / "out.dot";
+
+  const Outcome outcome = heddle(train_three_steps("configs/tiny.yaml", folder.path() / "run") + " --graph " + graph.string());
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const std::string dot = read_text(graph);
+  EXPECT_EQ(dot.substr(0, 16), "digraph heddle {");
+  EXPECT_NE(dot.find("model.layers.3.self_attn.o_proj.weight"), std::string::npos);
+}
+
+TEST(Tool, AttentionWritesOutputsAndGradients) {
+  const test::TempFolder folder;
+  Generator generator{.seed = 5};
+  nn::write_safetensors(folder.path() / "in.safetensors", {{"q", normal({2, 5, 6, 8}, 0, 1, generator)},
+                                                           {"k", normal({2, 7, 2, 8}, 0, 1, generator)},
+                                                           {"v", normal({2, 7, 2, 8}, 0, 1, generator)},
+                                                           {"do", normal({2, 5, 6, 8}, 0, 1, generator)}});
+  const fs::path out = folder.path() / "out.safetensors";
+
+  const Outcome outcome =
+      heddle("attention --causal --input " + (folder.path() / "in.safetensors").string() + " --output " + out.string());
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const nn::SafetensorsFile file(out);
+  EXPECT_EQ(file.names(), (std::vector<std::string>{"dk", "dq", "dv", "lse", "o"}));
+  EXPECT_EQ(file.info("lse").shape, (Shape{2, 6, 5}));
+  EXPECT_EQ(file.info("dk").shape, (Shape{2, 7, 2, 8}));
+}
+
+TEST(Tool, GradcheckReportsEachCaseAndSucceeds) {
+  const Outcome outcome = heddle("gradcheck --only softmax");
+
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find(" passed, 0 failed"), std::string::npos) << outcome.output;
+}
+
+TEST(Tool, EveryHelpHasAnExample) {
+  for (const char* command : {"", "train", "generate", "gradcheck", "attention"}) {
+    const Outcome outcome = heddle(std::string(command) + " --help");
+    EXPECT_EQ(outcome.exit_code, 0);
+    EXPECT_NE(outcome.output.find("Example: heddle "), std::string::npos) << outcome.output;
+  }
+}
+
+TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
+  for (const char* arguments :
+       {"", "fly", "train", "train no/such.yaml", "train configs/tiny.yaml --set train.max_step=3",
+        "train configs/tiny.yaml --set attention.kernel=warp", "train configs/tiny.yaml --set device=tpu",
+        "generate --model runs --prompt ''", "attention --input a --output b --scale 0", "attention --input a --output b --device tpu"})
+    EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
+}
+
+TEST(Tool, RunTimeFailuresExitWithOne) {
+  EXPECT_EQ(heddle("generate --model no/such/run --prompt x").exit_code, 1);
+  EXPECT_EQ(heddle("attention --input no/such.safetensors --output /tmp/x").exit_code, 1);
+}
+
+TEST(Tool, FirstInterruptSavesAndSaysHowToResume) {
+  const test::TempFolder folder;
+  const fs::path run_folder = folder.path() / "run";
+  // The shell sends SIGINT to the trainer once metrics.jsonl shows that it is under way.
+  const Outcome outcome = run(HEDDLE_BINARY " " + train_three_steps("configs/tiny.yaml", run_folder) +
+                              " --set train.max_steps=100000 & pid=$!; while ! grep -q step " + (run_folder / "metrics.jsonl").string() +
+                              " 2>/dev/null; do sleep 0.05; done; kill -INT $pid; wait $pid");
+
+  EXPECT_EQ(outcome.exit_code, 130) << outcome.output;
+  EXPECT_NE(outcome.output.find("--set train.resume_from_checkpoint=auto"), std::string::npos) << outcome.output;
+  const Outcome generated = heddle("generate --model " + run_folder.string() + " --prompt x --max-new-tokens 1");
+  EXPECT_EQ(generated.exit_code, 0) << generated.output;
+}
+
+}  // namespace
+}  // namespace heddle
