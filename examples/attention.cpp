@@ -12,7 +12,7 @@ namespace heddle::examples {
 namespace {
 
 struct AttentionCommand {
-  std::string input, output, kernel = "auto", device = "auto";
+  std::string input, output, kernel = "auto", device = "cpu";
   bool causal = false;
   std::optional<double> scale;
 };

@@ -17,10 +17,10 @@ struct GenerateCommand {
 int run_generate(const GenerateCommand& command) {
   nn::validate(command.sampling);
   if (command.prompt.empty()) throw ConfigError("--prompt: expected at least one byte to continue, got \"\"");
-  const Device device = choose_device(command.device);
   const nn::Checkpoint checkpoint = nn::open_checkpoint(command.model, nn::Pick::best);
-  const config::RunConfig run = config::load_run_config((checkpoint.folder / "config.yaml").string());
-  nn::CausalLM model = make_model(run, device);
+  config::RunConfig run = config::load_run_config((checkpoint.folder / "config.yaml").string());
+  run.device = command.device;
+  nn::CausalLM model = make_model(run, choose_model_device(run));
   nn::load_weights(checkpoint.folder / "model.safetensors", model);
   model.eval();
 

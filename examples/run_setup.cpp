@@ -1,5 +1,7 @@
 #include "examples/run_setup.h"
 
+#include <iostream>
+
 #include "kernels/attention/attention.h"
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
@@ -19,15 +21,19 @@ Device choose_device(const std::string& name) {
 
 namespace {
 
-// Refuses an attention kernel that cannot run the model before anything is built or written.
-void check_attention_kernel(const config::RunConfig& run, DType dtype, Device device) {
+DType model_dtype(const config::RunConfig& run) {
+  return run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
+}
+
+// Throws unless the config's attention kernel can run the model forward and backward.
+void check_attention_kernel(const config::RunConfig& run, Device device) {
   const AttentionProblem problem = {.B = 1,
                                     .Sq = 1,
                                     .Sk = 1,
                                     .Hq = run.model.num_attention_heads,
                                     .Hkv = run.model.kv_heads(),
                                     .D = run.model.head_size(),
-                                    .dtype = dtype,
+                                    .dtype = model_dtype(run),
                                     .is_causal = true,
                                     .deterministic = run.attention.deterministic,
                                     .device = device};
@@ -37,13 +43,24 @@ void check_attention_kernel(const config::RunConfig& run, DType dtype, Device de
 
 }  // namespace
 
+Device choose_model_device(const config::RunConfig& run) {
+  const Device device = choose_device(run.device);
+  if (run.device != "auto" || device.is_cpu()) return device;
+  try {
+    check_attention_kernel(run, device);
+    return device;
+  } catch (const Error& error) {
+    std::cout << "device auto: the CPU, because on " << device << " " << error.what() << '\n';
+    return kCpu;
+  }
+}
+
 nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   if (run.train.num_threads > 0) set_num_threads(static_cast<int>(run.train.num_threads));
   device_context(device).deterministic = run.attention.deterministic;
-  const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
-  check_attention_kernel(run, dtype, device);
+  check_attention_kernel(run, device);
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
-  return nn::CausalLM(run.model, {.dtype = dtype, .device = device}, generator, run.attention.kernel);
+  return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
 }
 
 }  // namespace heddle::examples

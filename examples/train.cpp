@@ -67,7 +67,7 @@ void print_parameters(const nn::CausalLM& model) {
 int run_train(const TrainCommand& command) {
   const config::RunConfig run = config::load_run_config(command.config, command.overrides);
   const std::string yaml = config::to_yaml(run);
-  const Device device = choose_device(run.device);
+  const Device device = choose_model_device(run);
   std::cout << yaml << '\n';
   const auto data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
   nn::CausalLM model = make_model(run, device);

@@ -3,12 +3,18 @@
 #include <cmath>
 
 #include "kernels/attention/attention_cpu.h"
+#if HEDDLE_WITH_CUDA
+#include "kernels/attention/attention_sm90.h"
+#endif
 #include "kernels/runtime/allocator.h"
 
 namespace heddle {
 namespace {
 
 constexpr AttentionVariant kVariants[] = {
+#if HEDDLE_WITH_CUDA
+    {"sm90", cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::forward, cuda::sm90::backward},
+#endif
     {"cpu", cpu::attention_supports, cpu::attention_workspace, cpu::attention_forward, cpu::attention_backward},
 };
 
@@ -34,6 +40,14 @@ void check_scale(double scale, std::string_view op) {
 }
 
 DType lse_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+// What 16-byte loads, stores and copies need of a view.
+bool has_16_byte_rows(const ConstView& view) {
+  const auto size = static_cast<std::int64_t>(dtype_size(view.dtype));
+  bool fits = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+  for (int d = 0; d < view.shape.rank() - 1; ++d) fits = fits && (view.shape[d] == 1 || view.strides[d] * size % 16 == 0);
+  return fits;
+}
 
 // Checks q, k, v against each other.
 AttentionProblem checked_problem(const ConstView& q, const ConstView& k, const ConstView& v, bool is_causal, double scale,
@@ -82,7 +96,9 @@ const AttentionVariant& select_attention(const AttentionProblem& problem, Attent
 void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
   constexpr auto kPass = AttentionPass::forward;
   const std::string_view op = op_name(kPass);
-  const AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  for (const ConstView& view : {args.q, args.k, args.v, ConstView(args.out)})
+    problem.has_16_byte_rows = problem.has_16_byte_rows && has_16_byte_rows(view);
   check_same_kind(args.out, "out", args.q, args.q.dtype, op);
   check_same_kind(args.lse, "lse", args.q, lse_dtype(args.q.dtype), op);
   check_shape(args.out, "out", args.q.shape, op);

@@ -65,7 +65,8 @@ struct AttentionProblem {
   DType dtype = DType::f32;
   bool is_causal = false;
   double scale = 1.0;
-  bool deterministic = false;  // asks for the same bits in every run
+  bool deterministic = false;     // asks for the same bits in every run
+  bool has_16_byte_rows = true;   // addresses and strides of q, k, v and out are multiples of 16 bytes
   Device device = kCpu;
 };
 
