@@ -65,9 +65,9 @@ struct AttentionProblem {
   DType dtype = DType::f32;
   bool is_causal = false;
   double scale = 1.0;
-  bool deterministic = false;     // asks for the same bits in every run
-  bool has_16_byte_rows = true;   // addresses and strides of q, k, v and out are multiples of 16 bytes
+  bool deterministic = false;  // asks for the same bits in every run
   Device device = kCpu;
+  bool has_16_byte_rows = true;  // addresses and strides of q, k, v and out are multiples of 16 bytes
 };
 
 inline constexpr std::int64_t kAttentionMaxHeadSize = 256;
