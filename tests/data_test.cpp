@@ -12,22 +12,15 @@
 #include "nn/arithmetic_data.h"
 #include "nn/permutation.h"
 #include "nn/text_data.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::nn {
 namespace {
 
+using test::error_of;
+
 namespace fs = std::filesystem;
 using Ids = std::vector<std::int64_t>;
-
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // Tokens 0, 1, 2, ...: a window shows where it was cut.
 TextCorpus counted(std::int64_t count) {

@@ -12,10 +12,10 @@
 namespace heddle {
 namespace {
 
-using testing::counting;
-using testing::error_of;
-using testing::random_leaf;
-using testing::random_tensor;
+using test::counting;
+using test::error_of;
+using test::random_leaf;
+using test::random_tensor;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 const std::vector<DType> kFloats = {DType::f64, DType::f32, DType::bf16, DType::f16};

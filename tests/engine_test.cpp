@@ -12,9 +12,9 @@
 namespace heddle {
 namespace {
 
-using testing::error_of;
-using testing::random_leaf;
-using testing::random_tensor;
+using test::error_of;
+using test::random_leaf;
+using test::random_tensor;
 
 Tensor leaf(double value) { return Tensor::scalar(value, DType::f64).set_requires_grad(true); }
 

@@ -6,9 +6,12 @@
 #include <limits>
 
 #include "autograd/ops.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::nn {
 namespace {
+
+using test::error_of;
 
 using Numbers = std::vector<double>;
 using Ids = std::vector<std::int32_t>;
@@ -23,16 +26,6 @@ void expect_near(const Numbers& got, const Numbers& expected) {
   constexpr double kTolerance = 8 * std::numeric_limits<double>::epsilon();
   ASSERT_EQ(got.size(), expected.size());
   for (std::size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], kTolerance) << "id " << i;
-}
-
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(SamplingDistribution, DefaultIsSoftmax) { expect_near(sampling_distribution(kLogits, {}), {0.125, 0.5, 0.125, 0.25}); }

@@ -13,8 +13,8 @@ void PrintTo(const GradcheckCase& test, std::ostream* out) { *out << test.name <
 namespace heddle {
 namespace {
 
-using testing::error_of;
-using testing::random_leaf;
+using test::error_of;
+using test::random_leaf;
 
 // --- The checker itself must be able to fail ---
 

@@ -10,7 +10,7 @@ namespace heddle {
 namespace {
 
 TEST(Graphviz, WritesOpsAsBoxesAndLeavesAsEllipses) {
-  const Tensor w = testing::random_leaf({4, 3}), x = testing::random_tensor({2, 3});
+  const Tensor w = test::random_leaf({4, 3}), x = test::random_tensor({2, 3});
   const Tensor y = linear(x, w);
   std::ostringstream out;
 
@@ -35,7 +35,7 @@ TEST(Graphviz, WritesOpsAsBoxesAndLeavesAsEllipses) {
 TEST(Graphviz, TensorWithoutGraphIsRefused) {
   std::ostringstream out;
 
-  EXPECT_EQ(testing::error_of([&] { write_graphviz(out, Tensor::zeros({2})); }), "write_graphviz: the tensor [2] has no graph");
+  EXPECT_EQ(test::error_of([&] { write_graphviz(out, Tensor::zeros({2})); }), "write_graphviz: the tensor [2] has no graph");
 }
 
 }  // namespace

@@ -9,9 +9,9 @@
 namespace heddle {
 namespace {
 
-using testing::error_of;
-using testing::random_leaf;
-using testing::random_tensor;
+using test::error_of;
+using test::random_leaf;
+using test::random_tensor;
 
 TEST(InPlace, ModifiedSavedTensorIsNamedWithBothVersions) {
   const Tensor a = random_leaf({16, 64}), b = random_tensor({64, 32});

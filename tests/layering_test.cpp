@@ -11,8 +11,8 @@
 namespace heddle {
 namespace {
 
-using testing::SourceFile;
-using testing::source_files;
+using test::SourceFile;
+using test::source_files;
 
 // What each layer may include, itself apart.
 const std::map<std::string, std::vector<std::string>> kMayInclude = {

@@ -9,9 +9,9 @@
 namespace heddle {
 namespace {
 
-using testing::error_of;
-using testing::random_leaf;
-using testing::random_tensor;
+using test::error_of;
+using test::random_leaf;
+using test::random_tensor;
 
 // sum over k of a[i, k] b[k, j], and the same of the absolute values, for two matrices.
 struct Naive {

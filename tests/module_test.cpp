@@ -11,12 +11,15 @@
 #include "autograd/ops.h"
 #include "nn/safetensors.h"
 #include "nn/transformer.h"
+#include "tests/support/pytorch.h"
 
 // Each module's result and gradients against the float64 numbers of PyTorch in data/modules.safetensors (layout:
 // data/README.md), and the module tree.
 
 namespace heddle::nn {
 namespace {
+
+using test::expect_near_pytorch;
 
 struct Case {
   std::string name;
@@ -89,15 +92,6 @@ const SafetensorsFile& reference() {
 // of half an epsilon each, of values not above the largest one expected, or 1.
 constexpr double kEpsilons = 120;
 
-void expect_near(const Tensor& actual, const Tensor& expected, double epsilon, const std::string& what) {
-  ASSERT_TRUE(actual.defined()) << what;
-  ASSERT_EQ(actual.shape(), expected.shape()) << what;
-  const std::vector<double> a = actual.to_doubles(), e = expected.to_doubles();
-  double largest = 1;
-  for (double value : e) largest = std::max(largest, std::abs(value));
-  for (std::size_t i = 0; i < e.size(); ++i) ASSERT_NEAR(a[i], e[i], kEpsilons * epsilon * largest) << what << ", element " << i;
-}
-
 class ModuleParity : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(ModuleParity, ResultAndGradientsEqualPyTorch) {
@@ -116,9 +110,9 @@ TEST_P(ModuleParity, ResultAndGradientsEqualPyTorch) {
   const Tensor y = c.run(*module, x);
   y.backward(cast(stored("dy"), dtype));
 
-  expect_near(y, stored("y"), epsilon, "y");
-  if (x.requires_grad()) expect_near(x.grad(), stored("dx"), epsilon, "dx");
-  for (const auto& [name, tensor] : module->parameters()) expect_near(tensor.grad(), stored("grad/" + name), epsilon, name);
+  expect_near_pytorch(y, stored("y"), kEpsilons * epsilon, "y");
+  if (x.requires_grad()) expect_near_pytorch(x.grad(), stored("dx"), kEpsilons * epsilon, "dx");
+  for (const auto& [name, tensor] : module->parameters()) expect_near_pytorch(tensor.grad(), stored("grad/" + name), kEpsilons * epsilon, name);
 }
 
 INSTANTIATE_TEST_SUITE_P(Modules, ModuleParity,

@@ -12,7 +12,7 @@ namespace {
 std::set<std::string> recorded_nodes() {
   const std::regex declaration(R"(\bstruct (\w+Node) final\b)");
   std::set<std::string> names;
-  for (const auto& file : testing::source_files("autograd"))
+  for (const auto& file : test::source_files("autograd"))
     for (const std::string& line : file.lines)
       if (std::smatch match; file.path.starts_with("autograd/ops/") && std::regex_search(line, match, declaration))
         names.insert(match[1]);

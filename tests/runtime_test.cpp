@@ -15,7 +15,7 @@
 namespace heddle {
 namespace {
 
-using testing::error_of;
+using test::error_of;
 
 class ThreadCount : public ::testing::TestWithParam<int> {
  protected:

@@ -10,8 +10,8 @@
 namespace heddle {
 namespace {
 
-using testing::counting;
-using testing::error_of;
+using test::counting;
+using test::error_of;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 

@@ -11,11 +11,14 @@
 
 #include "autograd/ops.h"
 #include "nn/safetensors.h"
+#include "tests/support/pytorch.h"
 
 // Each op's result and gradients against the float64 numbers of PyTorch in data/ops.safetensors (layout: data/README.md).
 
 namespace heddle {
 namespace {
+
+using test::expect_near_pytorch;
 
 using Inputs = std::vector<Tensor>;
 
@@ -67,16 +70,6 @@ const nn::SafetensorsFile& reference() {
 // half an epsilon of a value not above the largest one expected, or 1.
 constexpr double kEpsilons = 16;
 
-void expect_near(const Tensor& actual, const Tensor& expected, double epsilon, const std::string& what) {
-  ASSERT_TRUE(actual.defined()) << what;
-  ASSERT_EQ(actual.shape(), expected.shape()) << what;
-  const std::vector<double> a = actual.to_doubles(), e = expected.to_doubles();
-  double largest = 1;
-  for (double value : e) largest = std::max(largest, std::abs(value));
-  const double bound = kEpsilons * epsilon * largest;
-  for (std::size_t i = 0; i < e.size(); ++i) ASSERT_NEAR(a[i], e[i], bound) << what << ", element " << i;
-}
-
 class TorchParity : public testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(TorchParity, ResultAndGradientsEqualPyTorch) {
@@ -93,10 +86,10 @@ TEST_P(TorchParity, ResultAndGradientsEqualPyTorch) {
   const Tensor y = c.run(inputs);
   y.backward(cast(stored("dy"), dtype));
 
-  expect_near(y, stored("y"), epsilon, "y");
+  expect_near_pytorch(y, stored("y"), kEpsilons * epsilon, "y");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].requires_grad()) continue;
-    expect_near(inputs[i].grad(), stored("d" + c.inputs[i]), epsilon, "d" + c.inputs[i]);
+    expect_near_pytorch(inputs[i].grad(), stored("d" + c.inputs[i]), kEpsilons * epsilon, "d" + c.inputs[i]);
   }
 }
 
@@ -114,7 +107,7 @@ TEST(TorchParity, AttentionLogSumExpEqualsPyTorch) {
 
     const Tensor lse = attention_with_lse(stored("q"), stored("k"), stored("v"), {.causal = is_causal}).lse;
 
-    expect_near(lse, stored("lse"), std::numeric_limits<double>::epsilon(), name);
+    expect_near_pytorch(lse, stored("lse"), kEpsilons * std::numeric_limits<double>::epsilon(), name);
   }
 }
 

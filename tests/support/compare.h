@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "autograd/tensor.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::test {
 
@@ -30,17 +31,6 @@ inline ::testing::AssertionResult all_close(const Tensor& actual, const std::vec
 
 inline ::testing::AssertionResult all_equal(const Tensor& actual, const std::vector<double>& expected) {
   return all_close(actual, expected, 0.0);
-}
-
-// The message of the heddle::Error that fn throws; empty if it throws none.
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace heddle::test

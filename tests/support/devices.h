@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "kernels/runtime/device.h"
 #include "kernels/runtime/dtype.h"
@@ -13,13 +12,6 @@
 namespace heddle::test {
 
 inline constexpr Device kCuda{DeviceType::cuda, 0};
-
-// Every device that this build and this machine can use; the CPU first.
-inline std::vector<Device> each_device() {
-  std::vector<Device> devices = {kCpu};
-  if (device_support(kCuda).ok) devices.push_back(kCuda);
-  return devices;
-}
 
 // A test that needs a GPU. Without one it is skipped; HEDDLE_REQUIRE_CUDA=1 in the environment makes that a failure.
 template <typename Base = ::testing::Test>

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace heddle::testing {
+namespace heddle::test {
 
 struct SourceFile {
   std::string path;  // from the repository root, "kernels/gemm/gemm.h"
@@ -31,4 +31,4 @@ inline std::vector<SourceFile> source_files(const std::string& folder) {
   return files;
 }
 
-}  // namespace heddle::testing
+}  // namespace heddle::test

@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
-#include <string>
 #include <vector>
 
 #include "autograd/ops.h"
+#include "tests/support/error_of.h"
 
-namespace heddle::testing {
+namespace heddle::test {
 
 // Standard normal values, the same for the same seed.
 inline Tensor random_tensor(const Shape& shape, DType dtype = DType::f64, std::uint64_t seed = 1) {
@@ -27,15 +27,4 @@ inline Tensor counting(const Shape& shape, DType dtype = DType::f64) {
   return cast(Tensor::from_vector(values, shape), dtype);
 }
 
-// The text of the heddle::Error that fn throws; "no error" if it throws none.
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-}  // namespace heddle::testing
+}  // namespace heddle::test
