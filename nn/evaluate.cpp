@@ -76,7 +76,7 @@ std::int64_t count_labels(const Batch& batch) {
 
 EvalResult evaluate(CausalLM& model, const Dataset& data, std::int64_t batch_size, std::int64_t eval_iters) {
   const EvalMode mode(model);
-  const Device device = model.parameters().front().tensor.device();
+  const Device device = model.device();
   const std::int64_t examples = data.has_exact_match() ? data.eval_size() : std::min(data.eval_size(), batch_size * eval_iters);
   double loss_sum = 0;
   std::int64_t labels = 0, matches = 0;

@@ -105,7 +105,7 @@ std::vector<std::int32_t> generate(const LogitsFn& logits, std::span<const std::
 }
 
 std::vector<std::int32_t> generate(const CausalLM& model, std::span<const std::int32_t> prompt, const SamplingOptions& options) {
-  const Device device = model.parameters().front().tensor.device();
+  const Device device = model.device();
   return generate([&](const Tensor& ids) { return model.forward(ids.to(device)); }, prompt,
                   model.config().max_position_embeddings, options);
 }

@@ -18,10 +18,8 @@ namespace fs = std::filesystem;
 // Dropout draws from a stream of its own, so that its masks are not the numbers the weights started from.
 constexpr std::uint64_t kDropoutStream = 0x9E3779B97F4A7C15u;
 
-Device device_of(const CausalLM& model) { return model.parameters().front().tensor.device(); }
-
 Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
-  const Device device = device_of(model);
+  const Device device = model.device();
   return cross_entropy(model.forward(batch.input_ids.to(device), dropout), batch.labels.to(device),
                        {.reduction = LossReduction::sum});
 }
@@ -30,7 +28,7 @@ Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
 
 WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
   WindowLoss out;
-  const Tensor total = Tensor::zeros({}, DType::f64, device_of(model));  // read once, after the last micro-batch
+  const Tensor total = Tensor::zeros({}, DType::f64, model.device());  // read once, after the last micro-batch
   for (const Batch& batch : micro_batches) {
     const Tensor loss = loss_sum(model, batch, dropout);
     loss.backward();

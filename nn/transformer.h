@@ -60,6 +60,7 @@ class CausalLM final : public Module {
   // the dropout masks; it must be given if the config has dropout.
   Tensor forward(const Tensor& ids, Generator* dropout = nullptr) const;
   const TransformerConfig& config() const { return config_; }
+  Device device() const { return model_->token_weight().device(); }
 
  private:
   TransformerConfig config_;
