@@ -31,12 +31,11 @@ struct ForwardParams {
 };
 
 // kConsumers warpgroups own 64 query rows each; keys come kColumns at a time, two tiles in flight.
-template <int kHeadSize_, int kConsumers_, int kColumns_, bool kPingPong_>
+template <int kHeadSize_, int kConsumers_, int kColumns_>
 struct ForwardTile {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kColumns = kColumns_;
-  static constexpr bool kPingPong = kPingPong_;
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kStages = 2;  // of keys and values
@@ -310,10 +309,10 @@ struct Consumer {
   // One key tile: its scores are computed while the product of the tile before is still running.
   template <bool kMasked>
   __device__ __forceinline__ void step(int row_tile, int key_tile, bool accumulate) {
-    if (Tile::kPingPong) named_sync(1 + group, 256);
+    named_sync(1 + group, 256);  // this warpgroup's turn to issue: the others' softmax runs meanwhile
     issue_scores();
     issue_output(accumulate);
-    if (Tile::kPingPong) named_arrive(1 + (group + 1) % Tile::kConsumers, 256);
+    named_arrive(1 + (group + 1) % Tile::kConsumers, 256);
     wgmma_wait<1>();
     release_key();
     if (kMasked) mask_scores(row_tile, key_tile);
@@ -430,7 +429,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void consume() {
-    if (Tile::kPingPong && group == Tile::kConsumers - 1) named_arrive(1, 256);
+    if (group == Tile::kConsumers - 1) named_arrive(1, 256);
     while (true) {
       const Work work = take_tile();
       if (work.key_tiles == 0) break;

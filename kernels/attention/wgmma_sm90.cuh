@@ -46,18 +46,11 @@ struct Wgmma;
 #define HEDDLE_REGS_64 HEDDLE_REGS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HEDDLE_REGS_88 HEDDLE_REGS_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87"
-#define HEDDLE_REGS_96 HEDDLE_REGS_88 ", " \
-  "%88, %89, %90, %91, %92, %93, %94, %95"
 #define HEDDLE_ACC_8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define HEDDLE_ACC_32(d) HEDDLE_ACC_8(d, 0), HEDDLE_ACC_8(d, 8), HEDDLE_ACC_8(d, 16), HEDDLE_ACC_8(d, 24)
 #define HEDDLE_ACC_64(d) \
   HEDDLE_ACC_32(d), HEDDLE_ACC_8(d, 32), HEDDLE_ACC_8(d, 40), HEDDLE_ACC_8(d, 48), HEDDLE_ACC_8(d, 56)
-#define HEDDLE_ACC_88(d) HEDDLE_ACC_64(d), HEDDLE_ACC_8(d, 64), HEDDLE_ACC_8(d, 72), HEDDLE_ACC_8(d, 80)
-#define HEDDLE_ACC_96(d) HEDDLE_ACC_88(d), HEDDLE_ACC_8(d, 88)
 
 // o0..o5 are the operands after the accumulators.
 #define HEDDLE_WGMMA(type, ptx_type, columns, regs, o0, o1, o2, o3, o4, o5)                                                 \
@@ -86,18 +79,12 @@ struct Wgmma;
 
 HEDDLE_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 HEDDLE_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-HEDDLE_WGMMA_BOTH(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
-HEDDLE_WGMMA_BOTH(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 
 #undef HEDDLE_WGMMA_BOTH
 #undef HEDDLE_WGMMA
-#undef HEDDLE_ACC_96
-#undef HEDDLE_ACC_88
 #undef HEDDLE_ACC_64
 #undef HEDDLE_ACC_32
 #undef HEDDLE_ACC_8
-#undef HEDDLE_REGS_96
-#undef HEDDLE_REGS_88
 #undef HEDDLE_REGS_64
 #undef HEDDLE_REGS_32
 

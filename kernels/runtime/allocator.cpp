@@ -14,7 +14,6 @@ namespace heddle {
 namespace {
 
 constexpr std::size_t kHostAlignment = 64;  // one cache line, and the widest vector register
-constexpr std::size_t kMaxCudaDevices = 16;
 
 struct Counters {
   std::atomic<std::int64_t> current{0};

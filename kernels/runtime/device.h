@@ -19,6 +19,8 @@ struct Device {
 };
 
 inline constexpr Device kCpu{};
+// Per-device state is kept for this many CUDA devices; a larger index is an error.
+inline constexpr int kMaxCudaDevices = 16;
 
 std::ostream& operator<<(std::ostream& out, Device device);  // "cpu", "cuda:0"
 

@@ -12,7 +12,6 @@
 namespace heddle::cuda {
 namespace {
 
-constexpr int kMaxDevices = 16;
 constexpr int kLeastCapability = 80;
 
 // A failed count, for want of a driver or because it is too old, means no devices.
@@ -69,8 +68,8 @@ void set_up(DeviceState& state, int index) {
 }
 
 DeviceState& state_of(int index) {
-  static std::array<DeviceState, kMaxDevices> states;
-  HEDDLE_CHECK(index >= 0 && index < kMaxDevices, "cuda: device index ", index, " is not below ", kMaxDevices);
+  static std::array<DeviceState, kMaxCudaDevices> states;
+  HEDDLE_CHECK(index >= 0 && index < kMaxCudaDevices, "cuda: device index ", index, " is not below ", kMaxCudaDevices);
   DeviceState& state = states[static_cast<std::size_t>(index)];
   std::call_once(state.once, set_up, std::ref(state), index);
   return state;
