@@ -98,6 +98,12 @@ struct AttentionOptions {
   bool causal = false;
   std::optional<double> scale = {};  // of the scores, finite and > 0; 1/sqrt(D) when absent
   std::string kernel = "auto";  // or the name of an attention variant, used or refused with its reason
+  // Sequences of different lengths end to end in a batch of 1: sequence i has the query rows [cu_seqlens_q[i],
+  // cu_seqlens_q[i + 1]) and the keys alike. int32 [n + 1], both or none; rows past the last sequence give 0.
+  Tensor cu_seqlens_q = {};
+  Tensor cu_seqlens_k = {};
+  std::int64_t max_seqlen_q = 0;  // with cu_seqlens: no sequence is longer
+  std::int64_t max_seqlen_k = 0;
 };
 // softmax(scale * q k^T) v by tiles. q [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; Hq a multiple of Hkv (query head h reads key
 // head h / (Hq/Hkv)); D in 1..256 with unit stride, other strides free -> [B, Sq, Hq, D]. Causal is bottom-right

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <iostream>
 #include <optional>
@@ -24,15 +25,35 @@ Tensor read_input(const nn::SafetensorsFile& file, const std::string& name, Devi
   return tensor;
 }
 
+// The ends of the sequences, and the length of the longest. Without them in the file: nothing.
+struct SequenceEnds {
+  Tensor cu_seqlens;
+  std::int64_t max_seqlen = 0;
+};
+
+SequenceEnds read_ends(const nn::SafetensorsFile& file, const std::string& name, Device device) {
+  if (!file.contains(name)) return {};
+  const Tensor ends = file.read(name);
+  HEDDLE_CHECK(ends.rank() == 1 && ends.dtype() == DType::i32, "attention: '", name, "' must be an int32 tensor [n + 1], got ",
+               ends.describe());
+  const std::vector<std::int32_t> values = ends.to_vector<std::int32_t>();
+  std::int64_t longest = 0;
+  for (std::size_t i = 1; i < values.size(); ++i) longest = std::max<std::int64_t>(longest, std::int64_t{values[i]} - values[i - 1]);
+  return {ends.to(device), longest};
+}
+
 int run_attention(const AttentionCommand& command) {
   const Device device = choose_device(command.device);
   const nn::SafetensorsFile file(command.input);
   Tensor q = read_input(file, "q", device), k = read_input(file, "k", device), v = read_input(file, "v", device);
   const bool has_gradient = file.contains("do");
+  const SequenceEnds ends_q = read_ends(file, "cu_seqlens_q", device), ends_k = read_ends(file, "cu_seqlens_k", device);
   for (Tensor* input : {&q, &k, &v}) input->set_requires_grad(has_gradient);
 
   const AttentionResult result =
-      attention_with_lse(q, k, v, {.causal = command.causal, .scale = command.scale, .kernel = command.kernel});
+      attention_with_lse(q, k, v, {.causal = command.causal, .scale = command.scale, .kernel = command.kernel,
+                                   .cu_seqlens_q = ends_q.cu_seqlens, .cu_seqlens_k = ends_k.cu_seqlens,
+                                   .max_seqlen_q = ends_q.max_seqlen, .max_seqlen_k = ends_k.max_seqlen});
   std::vector<std::pair<std::string, Tensor>> outputs = {{"o", result.out.detach()}, {"lse", result.lse.detach()}};
   if (has_gradient) {
     result.out.backward(read_input(file, "do", device));
@@ -49,7 +70,7 @@ int run_attention(const AttentionCommand& command) {
 void add_attention_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("attention", "Run heddle's attention on tensors from a safetensors file");
   const auto command = std::make_shared<AttentionCommand>();
-  sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D] and, for gradients, do")->required();
+  sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D]; for gradients, do; for sequences end to end, cu_seqlens_q and _k")->required();
   sub->add_option("--output", command->output, "File to write: o, lse and, if do was given, dq, dk, dv")->required();
   sub->add_flag("--causal", command->causal, "Query i sees keys j <= i + Sk - Sq (bottom-right aligned)");
   sub->add_option("--scale", command->scale, "Factor of the scores; 1/sqrt(D) if not given")->check(CLI::PositiveNumber);

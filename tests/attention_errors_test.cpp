@@ -122,6 +122,66 @@ TEST(AttentionErrors, GradientsMustFit) {
   EXPECT_EQ(other.backward_error(), "attention backward: dlse is [2, 6, 7], expected [2, 6, 5]");
 }
 
+// A valid call of 3 sequences, the second without queries.
+struct SequencesCall : Call {
+  std::vector<std::int32_t> ends_q = {0, 2, 2, 5}, ends_k = {0, 3, 4, 6};
+
+  SequencesCall() {
+    forward.q = forward.out = view({1, 5, 6, 8}), forward.k = forward.v = view({1, 7, 2, 8}), forward.lse = view({1, 6, 5});
+    forward.cu_seqlens_q = ends(ends_q), forward.cu_seqlens_k = ends(ends_k);
+    forward.max_seqlen_q = 3, forward.max_seqlen_k = 3;
+  }
+  SequencesCall(const SequencesCall&) = delete;
+
+  static ConstView ends(const std::vector<std::int32_t>& values) {
+    return {values.data(), DType::i32, kCpu, {static_cast<std::int64_t>(values.size())}, {1}};
+  }
+};
+
+TEST(AttentionErrors, ValidSequencesAreAccepted) { EXPECT_EQ(SequencesCall().forward_error(), "no error"); }
+
+TEST(AttentionErrors, EndsComeForQueriesAndKeys) {
+  SequencesCall call;
+  call.forward.cu_seqlens_k = {};
+  EXPECT_EQ(call.forward_error(), "attention: cu_seqlens_k is missing; give both or none");
+  SequencesCall lengths;
+  lengths.forward.cu_seqlens_k.shape = {3};
+  EXPECT_EQ(lengths.forward_error(), "attention: cu_seqlens_k is [3], cu_seqlens_q is [4]; they must be equal");
+}
+
+TEST(AttentionErrors, EndsAreDenseInt32OnTheDeviceOfQ) {
+  SequencesCall dtype, device, shape, stride;
+  dtype.forward.cu_seqlens_q.dtype = DType::i64;
+  device.forward.cu_seqlens_k.device = kGpu;
+  shape.forward.cu_seqlens_q = SequencesCall::ends({});
+  stride.forward.cu_seqlens_q.strides = {2};
+  EXPECT_EQ(dtype.forward_error(), "attention: cu_seqlens_q is int64, expected int32; cast it first");
+  EXPECT_EQ(device.forward_error(), "attention: cu_seqlens_k is on cuda:0, q on cpu; move them to one device");
+  EXPECT_EQ(shape.forward_error(), "attention: cu_seqlens_q must be a dense [n + 1] for n sequences, got [0] with strides [1]");
+  EXPECT_EQ(stride.forward_error(), "attention: cu_seqlens_q must be a dense [n + 1] for n sequences, got [4] with strides [2]");
+}
+
+TEST(AttentionErrors, SequencesNeedABatchOfOne) {
+  SequencesCall call;
+  call.forward.q = call.forward.out = call.view({2, 5, 6, 8}), call.forward.lse = call.view({2, 6, 5});
+  call.forward.k = call.forward.v = call.view({2, 7, 2, 8});
+  EXPECT_EQ(call.forward_error(), "attention: q is [2, 5, 6, 8]; with cu_seqlens its batch size must be 1");
+}
+
+TEST(AttentionErrors, EndsMustFitTheRows) {
+  SequencesCall start, order, end, longest, negative;
+  start.ends_q[0] = 1;
+  order.ends_k[2] = 2;
+  end.ends_k[3] = 8, end.forward.max_seqlen_k = 4;
+  longest.forward.max_seqlen_q = 2;
+  negative.forward.max_seqlen_k = -1;
+  EXPECT_EQ(start.forward_error(), "attention: cu_seqlens_q must start at 0, got 1");
+  EXPECT_EQ(order.forward_error(), "attention: cu_seqlens_k decreases from 3 to 2 at sequence 1");
+  EXPECT_EQ(end.forward_error(), "attention: cu_seqlens_k ends at 8, k has 7 rows");
+  EXPECT_EQ(longest.forward_error(), "attention: sequence 2 has 3 rows of q, max_seqlen_q is 2");
+  EXPECT_EQ(negative.forward_error(), "attention: max_seqlen_k must be at least 0, got -1");
+}
+
 TEST(AttentionSelect, AutoTakesTheFirstThatSupports) {
   EXPECT_EQ(select_attention({.D = 8}, AttentionPass::forward, "auto").name, "cpu");
   EXPECT_EQ(select_attention({.D = 8}, AttentionPass::backward, "cpu").name, "cpu");

@@ -8,20 +8,26 @@
 namespace heddle {
 namespace {
 
+ConstView view_or_none(const Tensor& tensor) { return tensor.defined() ? tensor.view() : ConstView{}; }
+
 // Saves the inputs, the output and one number a row; the probabilities are computed again from them.
 struct AttentionNode final : Node {
-  AttentionNode(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionResult& result, bool causal, double scale,
-                std::string kernel)
-      : Node("attention"), is_causal_(causal), scale_(scale), kernel_(std::move(kernel)) {
+  AttentionNode(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionResult& result,
+                const AttentionOptions& options, double scale)
+      : Node("attention"), is_causal_(options.causal), scale_(scale), max_seqlen_q_(options.max_seqlen_q),
+        max_seqlen_k_(options.max_seqlen_k), kernel_(options.kernel) {
     save("q", q);
     save("k", k);
     save("v", v);
     save("out", result.out);
     save("lse", result.lse);
+    save("cu_seqlens_q", options.cu_seqlens_q);
+    save("cu_seqlens_k", options.cu_seqlens_k);
   }
 
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
     const Tensor q = saved(0), k = saved(1), v = saved(2), out = saved(3), lse = saved(4);
+    const Tensor cu_seqlens_q = saved(5), cu_seqlens_k = saved(6);
     const Tensor dout = grads[0].defined() ? grads[0] : Tensor::zeros(out.shape(), out.dtype(), out.device());
     const Tensor dq = Tensor::empty(q.shape(), q.dtype(), q.device());
     const Tensor dk = Tensor::empty(k.shape(), k.dtype(), k.device());
@@ -32,12 +38,16 @@ struct AttentionNode final : Node {
                         .out = out.view(),
                         .lse = lse.view(),
                         .dout = dout.view(),
-                        .dlse = grads[1].defined() ? grads[1].view() : ConstView{},
+                        .dlse = view_or_none(grads[1]),
                         .dq = dq.mutable_view(),
                         .dk = dk.mutable_view(),
                         .dv = dv.mutable_view(),
                         .is_causal = is_causal_,
-                        .scale = scale_},
+                        .scale = scale_,
+                        .cu_seqlens_q = view_or_none(cu_seqlens_q),
+                        .cu_seqlens_k = view_or_none(cu_seqlens_k),
+                        .max_seqlen_q = max_seqlen_q_,
+                        .max_seqlen_k = max_seqlen_k_},
                        kernel_, device_context(q.device()));
     return {dq, dk, dv};
   }
@@ -45,6 +55,7 @@ struct AttentionNode final : Node {
  private:
   bool is_causal_;
   double scale_;
+  std::int64_t max_seqlen_q_, max_seqlen_k_;
   std::string kernel_;
 };
 
@@ -62,11 +73,15 @@ AttentionResult attention_with_lse(const Tensor& q, const Tensor& k, const Tenso
                      .out = result.out.mutable_view(),
                      .lse = result.lse.mutable_view(),
                      .is_causal = options.causal,
-                     .scale = scale},
+                     .scale = scale,
+                     .cu_seqlens_q = view_or_none(options.cu_seqlens_q),
+                     .cu_seqlens_k = view_or_none(options.cu_seqlens_k),
+                     .max_seqlen_q = options.max_seqlen_q,
+                     .max_seqlen_k = options.max_seqlen_k},
                     options.kernel, device_context(q.device()));
   const std::vector<Tensor> inputs = {q, k, v};
   if (needs_grad(inputs))
-    record({result.out, result.lse}, std::make_shared<AttentionNode>(q, k, v, result, options.causal, scale, options.kernel), inputs);
+    record({result.out, result.lse}, std::make_shared<AttentionNode>(q, k, v, result, options, scale), inputs);
   return result;
 }
 

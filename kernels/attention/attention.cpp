@@ -1,6 +1,7 @@
 #include "kernels/attention/attention.h"
 
 #include <cmath>
+#include <tuple>
 
 #include "kernels/attention/attention_cpu.h"
 #if HEDDLE_WITH_CUDA
@@ -41,6 +42,8 @@ void check_scale(double scale, std::string_view op) {
 
 DType lse_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
+Shape lse_shape(const ConstView& q) { return {q.shape[0], q.shape[2], q.shape[1]}; }
+
 // What 16-byte loads, stores and copies need of a view.
 bool has_16_byte_rows(const ConstView& view) {
   const auto size = static_cast<std::int64_t>(dtype_size(view.dtype));
@@ -49,18 +52,54 @@ bool has_16_byte_rows(const ConstView& view) {
   return fits;
 }
 
-// Checks q, k, v against each other.
-AttentionProblem checked_problem(const ConstView& q, const ConstView& k, const ConstView& v, bool is_causal, double scale,
-                                 const ExecContext& ctx, std::string_view op) {
+// Checks the ends of the sequences against the rows of the tensor they cut.
+void check_seqlens(const ConstView& cu_seqlens, char side, const ConstView& tensor, std::int64_t max_seqlen, std::string_view op) {
+  const std::string name = concat_text("cu_seqlens_", side);
+  check_same_kind(cu_seqlens, name, tensor, DType::i32, op);
+  HEDDLE_CHECK(cu_seqlens.shape.rank() == 1 && cu_seqlens.shape[0] >= 1 && cu_seqlens.is_contiguous(), op, ": ", name,
+               " must be a dense [n + 1] for n sequences, got ", cu_seqlens.shape, " with strides ", cu_seqlens.strides);
+  HEDDLE_CHECK(tensor.shape[0] == 1, op, ": ", side, " is ", tensor.shape, "; with cu_seqlens its batch size must be 1");
+  HEDDLE_CHECK(max_seqlen >= 0, op, ": max_seqlen_", side, " must be at least 0, got ", max_seqlen);
+  if (!cu_seqlens.device.is_cpu()) return;
+  const auto* ends = cu_seqlens.as<std::int32_t>();
+  HEDDLE_CHECK(ends[0] == 0, op, ": ", name, " must start at 0, got ", ends[0]);
+  for (std::int64_t i = 0; i + 1 < cu_seqlens.shape[0]; ++i) {
+    HEDDLE_CHECK(ends[i] <= ends[i + 1], op, ": ", name, " decreases from ", ends[i], " to ", ends[i + 1], " at sequence ", i);
+    HEDDLE_CHECK(ends[i + 1] - ends[i] <= max_seqlen, op, ": sequence ", i, " has ", ends[i + 1] - ends[i], " rows of ", side,
+                 ", max_seqlen_", side, " is ", max_seqlen);
+  }
+  HEDDLE_CHECK(ends[cu_seqlens.shape[0] - 1] <= tensor.shape[1], op, ": ", name, " ends at ", ends[cu_seqlens.shape[0] - 1],
+               ", ", side, " has ", tensor.shape[1], " rows");
+}
+
+template <typename Args>
+void set_sequences(const Args& args, std::string_view op, AttentionProblem& problem) {
+  if (!args.cu_seqlens_q.defined() && !args.cu_seqlens_k.defined()) return;
+  HEDDLE_CHECK(args.cu_seqlens_q.defined() && args.cu_seqlens_k.defined(), op, ": cu_seqlens_",
+               args.cu_seqlens_q.defined() ? 'k' : 'q', " is missing; give both or none");
+  check_seqlens(args.cu_seqlens_q, 'q', args.q, args.max_seqlen_q, op);
+  check_seqlens(args.cu_seqlens_k, 'k', args.k, args.max_seqlen_k, op);
+  HEDDLE_CHECK(args.cu_seqlens_q.shape == args.cu_seqlens_k.shape, op, ": cu_seqlens_k is ", args.cu_seqlens_k.shape,
+               ", cu_seqlens_q is ", args.cu_seqlens_q.shape, "; they must be equal");
+  problem.is_varlen = true;
+  problem.B = args.cu_seqlens_q.shape[0] - 1;
+  problem.Tq = problem.Sq, problem.Tk = problem.Sk;
+  problem.Sq = args.max_seqlen_q, problem.Sk = args.max_seqlen_k;
+}
+
+// Checks q, k, v and the sequences against each other.
+template <typename Args>
+AttentionProblem checked_problem(const Args& args, const ExecContext& ctx, std::string_view op) {
+  const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
   const std::pair<std::string_view, const ConstView&> inputs[] = {{"q", q}, {"k", k}, {"v", v}};
   HEDDLE_CHECK(is_floating(q.dtype), op, ": needs a floating-point dtype, got ", q.dtype, "; cast it first");
   for (const auto& [name, view] : inputs) {
     HEDDLE_CHECK(view.shape.rank() == 4, op, ": ", name, " must be [B, S, H, D], got ", view.shape);
     check_same_kind(view, name, q, q.dtype, op);
   }
-  const AttentionProblem problem{.B = q.shape[0], .Sq = q.shape[1], .Sk = k.shape[1], .Hq = q.shape[2], .Hkv = k.shape[2],
-                                 .D = q.shape[3], .dtype = q.dtype, .is_causal = is_causal, .scale = scale,
-                                 .deterministic = ctx.deterministic, .device = q.device};
+  AttentionProblem problem{.B = q.shape[0], .Sq = q.shape[1], .Sk = k.shape[1], .Hq = q.shape[2], .Hkv = k.shape[2],
+                           .D = q.shape[3], .dtype = q.dtype, .is_causal = args.is_causal,
+                           .scale = args.scale, .deterministic = ctx.deterministic, .device = q.device};
   HEDDLE_CHECK(problem.D >= 1 && problem.D <= kAttentionMaxHeadSize, op, ": head size must be in [1, ",
                kAttentionMaxHeadSize, "], got ", problem.D);
   HEDDLE_CHECK(k.shape[0] == problem.B && k.shape[3] == problem.D, op, ": k is ", k.shape, ", q is ", q.shape,
@@ -71,7 +110,8 @@ AttentionProblem checked_problem(const ConstView& q, const ConstView& k, const C
   for (const auto& [name, view] : inputs)
     HEDDLE_CHECK(view.strides[3] == 1 || problem.D == 1 || view.numel() == 0, op, ": ", name, " has stride ",
                  view.strides[3], " in its last dimension, it must be 1; make it contiguous");
-  check_scale(scale, op);
+  check_scale(args.scale, op);
+  set_sequences(args, op, problem);
   return problem;
 }
 
@@ -96,13 +136,13 @@ const AttentionVariant& select_attention(const AttentionProblem& problem, Attent
 void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
   constexpr auto kPass = AttentionPass::forward;
   const std::string_view op = op_name(kPass);
-  AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  AttentionProblem problem = checked_problem(args, ctx, op);
   for (const ConstView& view : {args.q, args.k, args.v, ConstView(args.out)})
     problem.has_16_byte_rows = problem.has_16_byte_rows && has_16_byte_rows(view);
   check_same_kind(args.out, "out", args.q, args.q.dtype, op);
   check_same_kind(args.lse, "lse", args.q, lse_dtype(args.q.dtype), op);
   check_shape(args.out, "out", args.q.shape, op);
-  check_shape(args.lse, "lse", {problem.B, problem.Hq, problem.Sq}, op);
+  check_shape(args.lse, "lse", lse_shape(args.q), op);
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
   variant.forward(args, workspace.data(), ctx);
@@ -111,7 +151,7 @@ void attention_forward(const AttentionForwardArgs& args, std::string_view wanted
 void attention_backward(const AttentionBackwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
   constexpr auto kPass = AttentionPass::backward;
   const std::string_view op = op_name(kPass);
-  const AttentionProblem problem = checked_problem(args.q, args.k, args.v, args.is_causal, args.scale, ctx, op);
+  const AttentionProblem problem = checked_problem(args, ctx, op);
   const std::pair<std::string_view, ConstView> like_q[] = {{"out", args.out}, {"dout", args.dout}, {"dq", args.dq}};
   const std::pair<std::string_view, ConstView> like_k[] = {{"dk", args.dk}, {"dv", args.dv}};
   for (const auto& [name, view] : like_q) {
@@ -126,7 +166,7 @@ void attention_backward(const AttentionBackwardArgs& args, std::string_view want
   for (const auto& [name, view] : rows) {
     if (name == "dlse" && !view.defined()) continue;
     check_same_kind(view, name, args.q, lse_dtype(args.q.dtype), op);
-    check_shape(view, name, {problem.B, problem.Hq, problem.Sq}, op);
+    check_shape(view, name, lse_shape(args.q), op);
   }
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);

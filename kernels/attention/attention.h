@@ -22,6 +22,17 @@ namespace heddle {
 // out = 0 and lse = -inf. What a key or value holds never reaches a row that does not see it, NaN included.
 // Scores, sums and outputs are accumulated in float32 (float64 for float64 inputs). Sq = 0 and Sk = 0 are legal.
 // Dao 2023, "FlashAttention-2", algorithm 1.
+//
+// Note: Sequences of different lengths
+// With cu_seqlens a batch of n sequences lies in one row of tensors, end to end: q and out are [1, Tq, Hq, D], k and v
+// [1, Tk, Hkv, D], lse [1, Hq, Tq], and sequence i owns the query rows [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and the keys
+// [cu_seqlens_k[i], cu_seqlens_k[i + 1]). Every sequence gets what a call of its own would give it; none sees another.
+//   cu_seqlens_q, cu_seqlens_k  [n + 1], int32, dense, on the device of q; both or none; they start at 0, never decrease
+//                               and end within Tq and Tk. Sequences without queries, without keys or without both are legal
+//   max_seqlen_q, max_seqlen_k  no sequence is longer; ignored without cu_seqlens
+// Rows past the last sequence belong to nobody: out and gradients there are 0, lse is -inf, and what q, k, v and dout hold
+// there reaches nothing.
+// Throws heddle::Error if a value of cu_seqlens on the CPU breaks this; values on a GPU are not read by the host.
 struct AttentionForwardArgs {
   ConstView q;
   ConstView k;
@@ -30,10 +41,15 @@ struct AttentionForwardArgs {
   MutView lse;
   bool is_causal = false;
   double scale = 1.0;
+  ConstView cu_seqlens_q = {};
+  ConstView cu_seqlens_k = {};
+  std::int64_t max_seqlen_q = 0;
+  std::int64_t max_seqlen_k = 0;
 };
 
 // Gradients of attention_forward with respect to q, k and v.
-//   q, k, v, out, lse, is_causal, scale  as the forward pass had and wrote them; any variant's forward will do
+//   q, k, v, out, lse, is_causal, scale, cu_seqlens, max_seqlen  as the forward pass had and wrote them; any variant's
+//               forward will do
 //   dout        [B, Sq, Hq, D]   dtype of q; any strides, stride 0 and a strided last dimension included
 //   dlse        [B, Hq, Sq]      dtype of lse, any strides; optional
 //   dq, dk, dv  shapes and dtype of q, k, v, any strides; written (=)
@@ -52,13 +68,17 @@ struct AttentionBackwardArgs {
   MutView dv;
   bool is_causal = false;
   double scale = 1.0;
+  ConstView cu_seqlens_q = {};
+  ConstView cu_seqlens_k = {};
+  std::int64_t max_seqlen_q = 0;
+  std::int64_t max_seqlen_k = 0;
 };
 
 // What decides which variant can run.
 struct AttentionProblem {
-  std::int64_t B = 0;
-  std::int64_t Sq = 0;
-  std::int64_t Sk = 0;
+  std::int64_t B = 0;   // with is_varlen: how many sequences
+  std::int64_t Sq = 0;  // with is_varlen: max_seqlen_q
+  std::int64_t Sk = 0;  // with is_varlen: max_seqlen_k
   std::int64_t Hq = 0;
   std::int64_t Hkv = 0;
   std::int64_t D = 0;
@@ -68,6 +88,12 @@ struct AttentionProblem {
   bool deterministic = false;  // asks for the same bits in every run
   Device device = kCpu;
   bool has_16_byte_rows = true;  // addresses and strides of q, k, v and out are multiples of 16 bytes
+  bool is_varlen = false;        // Note: Sequences of different lengths
+  std::int64_t Tq = 0;           // with is_varlen: rows of q
+  std::int64_t Tk = 0;           // with is_varlen: rows of k
+
+  std::int64_t query_rows() const { return is_varlen ? Tq : B * Sq; }
+  std::int64_t key_rows() const { return is_varlen ? Tk : B * Sk; }
 };
 
 inline constexpr std::int64_t kAttentionMaxHeadSize = 256;

@@ -4,6 +4,7 @@
 #include "kernels/attention/attention_cpu.h"
 #include "kernels/attention/exp2.h"
 #include "kernels/attention/multiply.h"
+#include "kernels/attention/sequences.h"
 #include "kernels/attention/tile_memory.h"
 #include "kernels/runtime/parallel.h"
 
@@ -232,19 +233,30 @@ class Backward {
   std::int64_t thread_stride_;
 };
 
+AttentionBackwardArgs sequence_args(const AttentionBackwardArgs& all, const Sequence& rows) {
+  return {.q = cut(all.q, 1, rows.queries), .k = cut(all.k, 1, rows.keys), .v = cut(all.v, 1, rows.keys),
+          .out = cut(all.out, 1, rows.queries), .lse = cut(all.lse, 2, rows.queries), .dout = cut(all.dout, 1, rows.queries),
+          .dlse = all.dlse.defined() ? cut(all.dlse, 2, rows.queries) : ConstView{}, .dq = cut(all.dq, 1, rows.queries),
+          .dk = cut(all.dk, 1, rows.keys), .dv = cut(all.dv, 1, rows.keys), .is_causal = all.is_causal, .scale = all.scale};
+}
+
 }  // namespace
 
 std::int64_t attention_backward_workspace(const AttentionProblem& problem, AttentionTile tile) {
   return dispatch_float(problem.dtype, "attention", [&](auto type) -> std::int64_t {
     using T = accumulate_t<typename decltype(type)::type>;
     Arena<T> delta(nullptr), one_thread(nullptr);
-    delta.take(problem.B * problem.Hq * problem.Sq);
+    delta.take(problem.Hq * problem.query_rows());
     BackwardTiles<T>(one_thread, tile, problem.D);
     return (delta.used() + num_threads() * one_thread.used()) * static_cast<std::int64_t>(sizeof(T));
   });
 }
 
 void attention_backward(const AttentionBackwardArgs& args, AttentionTile tile, void* workspace) {
+  if (args.cu_seqlens_q.defined()) {
+    for_each_sequence(args, [&](const Sequence& rows) { attention_backward(sequence_args(args, rows), tile, workspace); });
+    return;
+  }
   dispatch_float(args.q.dtype, "attention", [&](auto type) {
     Backward<typename decltype(type)::type>(args, tile, workspace).run();
   });

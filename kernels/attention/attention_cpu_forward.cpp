@@ -5,6 +5,7 @@
 #include "kernels/attention/attention_cpu.h"
 #include "kernels/attention/exp2.h"
 #include "kernels/attention/multiply.h"
+#include "kernels/attention/sequences.h"
 #include "kernels/attention/tile_memory.h"
 #include "kernels/runtime/parallel.h"
 
@@ -109,6 +110,11 @@ void forward_tile(const AttentionForwardArgs& args, const AttentionMask& mask, A
   store_tile(tiles.out, tiles.width, rows, D, head_rows<E>(args.out, b, h).at_row(queries.begin));
 }
 
+AttentionForwardArgs sequence_args(const AttentionForwardArgs& all, const Sequence& rows) {
+  return {.q = cut(all.q, 1, rows.queries), .k = cut(all.k, 1, rows.keys), .v = cut(all.v, 1, rows.keys),
+          .out = cut(all.out, 1, rows.queries), .lse = cut(all.lse, 2, rows.queries), .is_causal = all.is_causal, .scale = all.scale};
+}
+
 }  // namespace
 
 std::int64_t attention_forward_workspace(const AttentionProblem& problem, AttentionTile tile) {
@@ -121,6 +127,10 @@ std::int64_t attention_forward_workspace(const AttentionProblem& problem, Attent
 }
 
 void attention_forward(const AttentionForwardArgs& args, AttentionTile tile, void* workspace) {
+  if (args.cu_seqlens_q.defined()) {
+    for_each_sequence(args, [&](const Sequence& rows) { attention_forward(sequence_args(args, rows), tile, workspace); });
+    return;
+  }
   const AttentionMask mask{args.q.shape[1], args.k.shape[1], args.is_causal};
   const std::int64_t B = args.q.shape[0], Hq = args.q.shape[2], D = args.q.shape[3];
   const std::int64_t query_tiles = tile_count(mask.Sq, tile.query);

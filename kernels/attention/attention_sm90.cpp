@@ -33,6 +33,7 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
   if (problem.D != 64 && problem.D != 128) return {false, concat_text("it takes head sizes 64 and 128, not ", problem.D)};
+  if (problem.is_varlen) return {false, "it takes sequences of one length, not cu_seqlens"};
   if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
   return {true, ""};
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -76,11 +77,18 @@ struct Layouts {
   MemoryOrder q = kRows, k = kRows, v = kRows, out = kRows, dout = kRows, dq = kRows, dk = kRows, dv = kRows;
 };
 
-// How to run: with the variant's own tile sizes unless `tile` is given.
+// How to run: with the variant's own tile sizes unless `tile` is given; with ends, the rows of a batch of 1 are sequences.
 struct AttentionRun {
   std::optional<AttentionTile> tile = {};
   Layouts layouts = {};
+  std::vector<std::int32_t> ends_q = {}, ends_k = {};
 };
+
+inline std::int64_t longest(const std::vector<std::int32_t>& ends) {
+  std::int32_t longest = 0;
+  for (std::size_t i = 1; i < ends.size(); ++i) longest = std::max(longest, ends[i] - ends[i - 1]);
+  return longest;
+}
 
 // Forward, and backward if there is a dout. Outputs start as NaN; writes outside them show as NaN in the results.
 template <typename E>
@@ -97,11 +105,16 @@ AttentionResults run_attention(const AttentionSizes& sizes, const AttentionInput
   const auto rows = [&](std::vector<L>& values) {
     return MutView{values.data(), dtype_of<L>(), kCpu, like_lse, contiguous_strides(like_lse)};
   };
+  const auto ends = [](const std::vector<std::int32_t>& values) {
+    return values.empty() ? ConstView{} : ConstView{values.data(), DType::i32, kCpu, {static_cast<std::int64_t>(values.size())}, {1}};
+  };
+  const AttentionForwardArgs forward{q.view(), k.view(), v.view(), out.mut(), rows(lse), is_causal, scale,
+                                     ends(run.ends_q), ends(run.ends_k), longest(run.ends_q), longest(run.ends_k)};
   if (run.tile) {
     const Buffer workspace(cpu::attention_forward_workspace(problem, forward_tile), kCpu);
-    cpu::attention_forward({q.view(), k.view(), v.view(), out.mut(), rows(lse), is_causal, scale}, forward_tile, workspace.data());
+    cpu::attention_forward(forward, forward_tile, workspace.data());
   } else {
-    attention_forward({q.view(), k.view(), v.view(), out.mut(), rows(lse), is_causal, scale}, "auto", ExecContext{});
+    attention_forward(forward, "auto", ExecContext{});
   }
   AttentionResults results{out.values(), {lse.begin(), lse.end()}, {}, {}, {}};
   bool intact = out.gaps_untouched();
@@ -109,7 +122,8 @@ AttentionResults run_attention(const AttentionSizes& sizes, const AttentionInput
     TestTensor<E> dout(like_q, inputs.dout, at.dout), dq(like_q, at.dq), dk(like_k, at.dk), dv(like_k, at.dv);
     const AttentionBackwardArgs args{q.view(), k.view(), v.view(), out.view(), rows(lse), dout.view(),
                                      dlse.empty() ? ConstView{} : ConstView(rows(dlse)),
-                                     dq.mut(), dk.mut(), dv.mut(), is_causal, scale};
+                                     dq.mut(), dk.mut(), dv.mut(), is_causal, scale,
+                                     ends(run.ends_q), ends(run.ends_k), longest(run.ends_q), longest(run.ends_k)};
     if (run.tile) {
       const Buffer workspace(cpu::attention_backward_workspace(problem, backward_tile), kCpu);
       cpu::attention_backward(args, backward_tile, workspace.data());
