@@ -116,7 +116,8 @@ struct AttentionTensors {
   AttentionLayouts layouts;
   Guarded q, k, v, dout, dlse;
 
-  AttentionTensors(const AttentionSizes& sizes_of, const AttentionValues& values, DType dtype, Device device, const AttentionLayouts& at = {})
+  AttentionTensors(const AttentionSizes& sizes_of, const AttentionValues& values, DType dtype, Device device,
+                   const AttentionLayouts& at = {})
       : sizes(sizes_of), layouts(at), q(guarded(values.q, dtype, device, at.q)), k(guarded(values.k, dtype, device, at.k)),
         v(guarded(values.v, dtype, device, at.v)), dout(guarded(values.dout, dtype, device, at.dout)) {
     const DType wide = dtype == DType::f64 ? dtype : DType::f32;
@@ -189,10 +190,11 @@ inline NaiveAttention naive_attention(const AttentionSizes& s, const AttentionVa
   const auto over_group = [&](const Tensor& x) { return sum(reshape(x, {s.B, s.Hkv, group, s.Sk, s.D}), {2}); };
   const auto on_host = [](const Tensor& x) { return cast(x.to(kCpu), DType::f64); };
   const auto finished = [&](const Tensor& x) { return on_host(permute(rounded(x), {0, 2, 1, 3})); };
-  NaiveAttention result{{.out = finished(out), .lse = on_host(squeeze(add(top, log(total)), 3)), .dq = finished(scale(matmul(ds, k), s.scale)),
-                         .dk = finished(over_group(scale(matmul(transpose(ds, 2, 3), q), s.scale))),
-                         .dv = finished(over_group(matmul(transpose(rounded(p), 2, 3), dout)))}, 0};
-  for (double seen : sum(reshape(sum(p, {2}), {s.B, s.Hkv, group, s.Sk}), {2}).to_doubles()) result.most_seen = std::max(result.most_seen, seen);
+  const Tensor dk = over_group(scale(matmul(transpose(ds, 2, 3), q), s.scale)), dv = over_group(matmul(transpose(rounded(p), 2, 3), dout));
+  const Tensor seen = sum(reshape(sum(p, {2}), {s.B, s.Hkv, group, s.Sk}), {2});
+  const Tensor lse = squeeze(add(top, log(total)), 3), dq = scale(matmul(ds, k), s.scale);
+  NaiveAttention result{{finished(out), on_host(lse), finished(dq), finished(dk), finished(dv)}, 0};
+  for (double value : seen.to_doubles()) result.most_seen = std::max(result.most_seen, value);
   return result;
 }
 
