@@ -9,17 +9,17 @@
 #include "kernels/runtime/view.h"
 
 // Note: Chunks
-// CPU elementwise kernels gather kChunk elements of each operand into a local array of the type they compute in, work on
+// CPU elementwise kernels gather up to kChunk elements of each operand into a local array of the type they compute in, work on
 // whole arrays (which Eigen vectorises, exp and tanh included) and scatter the result. One path serves every dtype and
 // every stride, an output may be the same view as an input, and nothing lazy outlives its operands.
-// kChunk 128: 16 AVX registers of float, all in L1.
+// kChunk 512: five chunks of float are 10 KB, well inside L1; 128 spends twice the time on a dense addition.
 
 namespace heddle::cpu {
 
-inline constexpr int kChunk = 128;
+inline constexpr int kChunk = 512;
 
 template <typename A>
-using Chunk = Eigen::Array<A, kChunk, 1>;
+using Chunk = Eigen::Array<A, Eigen::Dynamic, 1, Eigen::ColMajor, kChunk, 1>;  // on the stack
 
 // Converts `count` elements of a view of any dtype to A (float or double), from `offset` in steps of `stride`.
 template <typename A>
@@ -29,8 +29,7 @@ void load(A* chunk, const ConstView& view, std::int64_t offset, std::int64_t str
 template <typename A>
 void store(const A* chunk, const MutView& view, std::int64_t offset, std::int64_t stride, std::int64_t count);
 
-// outputs = fn(inputs) over the shape of outputs[0]. fn(const std::array<Chunk<A>, In>&, std::array<Chunk<A>, Out>&); the
-// end of a part-filled chunk holds ones.
+// outputs = fn(inputs) over the shape of outputs[0]. fn(const std::array<Chunk<A>, In>&, std::array<Chunk<A>, Out>&).
 template <typename A, std::size_t In, std::size_t Out, typename Fn>
 void map_chunks(const std::array<ConstView, In>& inputs, const std::array<MutView, Out>& outputs, const Fn& fn) {
   constexpr std::int64_t kGrain = 16384;  // elements worth a thread: some 5 microseconds of a cheap op
@@ -43,12 +42,12 @@ void map_chunks(const std::array<ConstView, In>& inputs, const std::array<MutVie
     std::array<Chunk<A>, Out> out;
     for (; begin < end; begin += kChunk) {
       const std::int64_t stop = std::min(begin + kChunk, end);
+      for (Chunk<A>& chunk : in) chunk.resize(stop - begin);
       std::int64_t at = 0;
       loop.walk(begin, stop, [&](const auto& offsets, std::int64_t count) {
         for (std::size_t i = 0; i < In; ++i) load(in[i].data() + at, inputs[i], offsets[i], loop.inner_stride(i), count);
         at += count;
       });
-      for (Chunk<A>& chunk : in) chunk.tail(kChunk - at).setOnes();
       fn(in, out);
       at = 0;
       loop.walk(begin, stop, [&](const auto& offsets, std::int64_t count) {

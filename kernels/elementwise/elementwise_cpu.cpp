@@ -105,7 +105,7 @@ Chunk<A> apply_backward(UnaryOp op, const Chunk<A>& x, const Chunk<A>& dout, A p
     case UnaryOp::scale: return parameter * dout;
     case UnaryOp::add_scalar: return dout;
     case UnaryOp::pow:
-      if (parameter == A(0)) return Chunk<A>::Zero();  // 0 * 0^-1 would be NaN at x = 0
+      if (parameter == A(0)) return Chunk<A>::Zero(x.size());  // 0 * 0^-1 would be NaN at x = 0
       return dout * parameter * power<A>(x, parameter - A(1));
     case UnaryOp::exp: return dout * x;
     case UnaryOp::log: return dout / x;
