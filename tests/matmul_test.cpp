@@ -64,13 +64,15 @@ TEST(Matmul, EveryLayoutMatchesTheNaiveProduct) {
 }
 
 TEST(Matmul, EverySizeMatchesTheNaiveProduct) {
-  // Around 1, around the vector width, around the 64 rows at which the work is cut over threads.
+  // Around 1, the vector width, blocks of 6 x 16, the few columns that are summed apart, and blocks of 96 rows, 256 terms and
+  // 512 columns.
   for (const auto& [M, K, N] : {std::array<std::int64_t, 3>{1, 1, 1}, {1, 9, 4}, {9, 1, 4}, {4, 9, 1}, {1, 300, 1}, {63, 65, 2},
-                                {64, 64, 64}, {65, 3, 129}, {130, 70, 31}, {31, 70, 200}})
+                                {6, 64, 16}, {7, 64, 17}, {65, 3, 129}, {97, 257, 31}, {95, 512, 9}, {9, 513, 8}, {10, 20, 530}})
     for (DType dtype : {DType::f64, DType::f32}) {
       SCOPED_TRACE(concat_text(M, " x ", K, " x ", N, " ", dtype));
-      const Tensor a = random_tensor({M, K}, dtype, 1), b = random_tensor({K, N}, dtype, 2);
+      const Tensor a = random_tensor({M, K}, dtype, 1), b = random_tensor({K, N}, dtype, 2), columns = random_tensor({N, K}, dtype, 2);
       expect_product(matmul(a, b), a, b);
+      expect_product(matmul(a, transpose(columns, 0, 1)), a, transpose(columns, 0, 1));
     }
 }
 
@@ -142,14 +144,16 @@ TEST(Matmul, ErrorsNameTheShapes) {
 
 TEST(Matmul, ResultDoesNotDependOnTheNumberOfThreads) {
   const int threads = num_threads();
-  const Tensor a = random_tensor({150, 90}, DType::f32, 1), b = random_tensor({90, 70}, DType::f32, 2);
-  set_num_threads(1);
-  const Tensor one = matmul(a, b);
-  set_num_threads(3);
-  const Tensor three = matmul(a, b);
-  set_num_threads(threads);
+  for (const auto& [M, N] : {std::array<std::int64_t, 2>{250, 70}, {70, 250}, {1500, 5}}) {
+    const Tensor a = random_tensor({M, 300}, DType::f32, 1), b = transpose(random_tensor({N, 300}, DType::f32, 2), 0, 1);
+    set_num_threads(1);
+    const Tensor one = matmul(a, b);
+    set_num_threads(3);
+    const Tensor three = matmul(a, b);
+    set_num_threads(threads);
 
-  EXPECT_EQ(one.to_vector<float>(), three.to_vector<float>());
+    EXPECT_EQ(one.to_vector<float>(), three.to_vector<float>()) << M << " x " << N;
+  }
 }
 
 // --- The kernel itself ---
@@ -179,6 +183,21 @@ TEST(Gemm, TransposedOutputIsWrittenInPlace) {
   gemm({.a = a.view(), .b = b.view(), .c = c.mutable_view()}, device_context(kCpu));
 
   expect_product(c, a, b);
+}
+
+TEST(Gemm, BiasIsAddedToEveryRowWhateverTheLayout) {
+  for (DType dtype : {DType::f64, DType::f32, DType::bf16})
+    for (std::int64_t N : {3, 35}) {
+      SCOPED_TRACE(concat_text(dtype, " N ", N));
+      const Tensor a = Tensor::full({20, 2}, 2.0, dtype), b = Tensor::full({2, N}, 3.0, dtype), bias = test::counting({N}, dtype);
+      const Tensor rows = Tensor::empty({20, N}, dtype), columns = transpose(Tensor::empty({N, 20}, dtype), 0, 1);
+      for (const Tensor& c : {rows, columns}) {
+        gemm({.a = a.view(), .b = b.view(), .c = c.mutable_view(), .bias = bias.view()}, device_context(kCpu));
+
+        const std::vector<double> got = c.to_doubles();
+        for (std::int64_t i = 0; i < c.numel(); ++i) ASSERT_EQ(got[i], 12.0 + static_cast<double>(i % N)) << "element " << i;
+      }
+    }
 }
 
 // --- linear ---

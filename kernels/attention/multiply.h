@@ -4,18 +4,10 @@
 #include <cstdint>
 
 #include "kernels/attention/tile.h"
-#include "kernels/runtime/view.h"
+#include "kernels/gemm/block_cpu.h"
 
-// Small matrix products on tiles that sit in the cache. Eigen's packs both operands on every call, which at these sizes
-// costs a quarter of the time (NOTES.md).
+// Small matrix products on tiles that sit in the cache, of which only the visible part is computed.
 namespace heddle::cpu {
-
-// One vector register's worth of T. GCC and Clang lower it to whatever the machine has.
-template <typename T>
-struct Lanes {
-  typedef T type __attribute__((vector_size(32), aligned(alignof(T)), may_alias));
-  static constexpr std::int64_t count = 32 / sizeof(T);
-};
 
 // Columns of a tile are padded to whole vectors.
 template <typename T>
@@ -23,58 +15,11 @@ std::int64_t padded_columns(std::int64_t columns) {
   return (columns + Lanes<T>::count - 1) / Lanes<T>::count * Lanes<T>::count;
 }
 
-// A left operand with any strides: a transposed one costs nothing, its elements are broadcast one by one.
-template <typename T>
-struct LeftOperand {
-  const T* data;
-  std::int64_t row;
-  std::int64_t column;
-};
-
-// Twelve accumulators, two vectors of b and one broadcast fill the sixteen registers of AVX2.
-inline constexpr int kBlockRows = 6;
-inline constexpr int kBlockVectors = 2;
-
-// c[i, j] (+)= sum over terms of a[i, t] b[t, j] for Rows rows and Vectors vectors of columns, with c held in registers.
-template <int Rows, int Vectors, typename T>
-void multiply_block(Write write, T* c, std::int64_t ldc, LeftOperand<T> a, const T* b, std::int64_t ldb, Span terms) {
-  using V = typename Lanes<T>::type;
-  constexpr std::int64_t kLanes = Lanes<T>::count;
-  V sum[Rows][Vectors] = {};
-  if (write == Write::accumulate) {
-#pragma GCC unroll 8
-    for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j) sum[i][j] = *reinterpret_cast<const V*>(c + i * ldc + j * kLanes);
-  }
-  for (std::int64_t t = terms.begin; t < terms.end; ++t) {
-    V row[Vectors];
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) row[j] = *reinterpret_cast<const V*>(b + t * ldb + j * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < Rows; ++i) {
-      const T factor = a.data[i * a.row + t * a.column];
-#pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j) sum[i][j] += factor * row[j];
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) *reinterpret_cast<V*>(c + i * ldc + j * kLanes) = sum[i][j];
-}
-
+// A block of rows over some of the terms.
 template <int Vectors, typename T>
-void multiply_rows(std::int64_t rows, Write write, T* c, std::int64_t ldc, LeftOperand<T> a, const T* b, std::int64_t ldb,
-                   Span terms) {
-  switch (rows) {
-    case 1: return multiply_block<1, Vectors>(write, c, ldc, a, b, ldb, terms);
-    case 2: return multiply_block<2, Vectors>(write, c, ldc, a, b, ldb, terms);
-    case 3: return multiply_block<3, Vectors>(write, c, ldc, a, b, ldb, terms);
-    case 4: return multiply_block<4, Vectors>(write, c, ldc, a, b, ldb, terms);
-    case 5: return multiply_block<5, Vectors>(write, c, ldc, a, b, ldb, terms);
-    default: return multiply_block<kBlockRows, Vectors>(write, c, ldc, a, b, ldb, terms);
-  }
+void multiply_terms(std::int64_t rows, Write write, T* c, std::int64_t ldc, LeftOperand<T> a, const T* b, std::int64_t ldb, Span terms) {
+  const LeftOperand<T> left{a.data + terms.begin * a.column, a.row, a.column};
+  multiply_rows<Vectors>(rows, write, c, ldc, left, b + terms.begin * ldb, ldb, terms.size());
 }
 
 // One panel of columns: see multiply.
@@ -87,15 +32,15 @@ void multiply_panel(Write write, T* c, std::int64_t ldc, LeftOperand<T> a, const
     const Span first = terms_of(i), last = terms_of(i + count - 1);
     // What every row of the block sums over, then what is left of each.
     const Span common{std::max(first.begin, last.begin), std::min(first.end, last.end)};
-    multiply_rows<Vectors>(count, write, c + i * ldc, ldc, block, b, ldb, common);
+    multiply_terms<Vectors>(count, write, c + i * ldc, ldc, block, b, ldb, common);
     if (first == last) continue;
     for (std::int64_t r = 0; r < count; ++r) {
       const LeftOperand<T> one{block.data + r * a.row, a.row, a.column};
       const Span own = terms_of(i + r);
       const Span before{own.begin, std::clamp(common.begin, own.begin, own.end)};
       const Span after{std::max(before.end, common.end), own.end};
-      multiply_block<1, Vectors>(Write::accumulate, c + (i + r) * ldc, ldc, one, b, ldb, before);
-      multiply_block<1, Vectors>(Write::accumulate, c + (i + r) * ldc, ldc, one, b, ldb, after);
+      multiply_terms<Vectors>(1, Write::accumulate, c + (i + r) * ldc, ldc, one, b, ldb, before);
+      multiply_terms<Vectors>(1, Write::accumulate, c + (i + r) * ldc, ldc, one, b, ldb, after);
     }
   }
 }

@@ -1,7 +1,9 @@
-#include <Eigen/Core>
 #include <algorithm>
+#include <array>
+#include <type_traits>
 
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/gemm/block_cpu.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
@@ -9,155 +11,270 @@
 namespace heddle::cpu {
 namespace {
 
-// One matrix of a batch with a unit stride along its rows or its columns.
+// Note: Cache blocks
+// Columns of B are copied kPanel together, so that the innermost loop reads them in one stream. A panel of kTerms terms (16 KB of
+// float) stays in L1 while rows of A pass, kRows rows of A (96 KB) stay in L2 while panels pass, and kColumns columns of B are
+// copied at a time. Half and twice these numbers make no difference beyond the noise (NOTES.md).
+constexpr std::int64_t kTerms = 256;
+constexpr std::int64_t kRows = 16 * kBlockRows;
+constexpr std::int64_t kColumns = 512;
 template <typename A>
+constexpr std::int64_t kPanel = kBlockVectors * Lanes<A>::count;
+
+template <typename E>
 struct Matrix {
-  A* data;
-  std::int64_t rows, cols;
-  std::int64_t row_stride, col_stride;
+  E* data = nullptr;
+  std::int64_t rows = 0, cols = 0;
+  std::int64_t row_stride = 0, col_stride = 0;
 
-  // Either stride of a dimension of size 1 may be anything.
-  bool is_row_major() const { return col_stride == 1 && (row_stride >= cols || rows == 1); }
-  bool is_col_major() const { return row_stride == 1 && (col_stride >= rows || cols == 1); }
+  E* at(std::int64_t i, std::int64_t j) const { return data + i * row_stride + j * col_stride; }
   Matrix transposed() const { return {data, cols, rows, col_stride, row_stride}; }
-  Matrix block_rows(std::int64_t begin, std::int64_t end) const {
-    return {data + begin * row_stride, end - begin, cols, row_stride, col_stride};
-  }
-  Matrix block_cols(std::int64_t begin, std::int64_t end) const {
-    return transposed().block_rows(begin, end).transposed();
+  Matrix block(std::int64_t row, std::int64_t height, std::int64_t col, std::int64_t width) const {
+    return {data == nullptr ? nullptr : at(row, col), height, width, row_stride, col_stride};
   }
 };
 
-// Calls fn with an Eigen map in the layout of `m`.
-template <typename A, typename Fn>
-void with_map(const Matrix<A>& m, const Fn& fn) {
-  using Scalar = std::remove_const_t<A>;
-  using RowMajor = Eigen::Matrix<Scalar, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  using ColMajor = Eigen::Matrix<Scalar, Eigen::Dynamic, Eigen::Dynamic, Eigen::ColMajor>;
-  using Row = std::conditional_t<std::is_const_v<A>, const RowMajor, RowMajor>;
-  using Col = std::conditional_t<std::is_const_v<A>, const ColMajor, ColMajor>;
-  if (m.is_row_major())
-    fn(Eigen::Map<Row, 0, Eigen::OuterStride<>>(m.data, m.rows, m.cols, Eigen::OuterStride<>(std::max(m.row_stride, m.cols))));
-  else
-    fn(Eigen::Map<Col, 0, Eigen::OuterStride<>>(m.data, m.rows, m.cols, Eigen::OuterStride<>(std::max(m.col_stride, m.rows))));
+// c = a b + bias or c += a b, with operands of storage type E, computed in A. The bias, if any, is repeated to c's shape.
+template <typename E, typename A>
+struct Product {
+  Matrix<const E> a, b, bias;
+  Matrix<A> c;
+  Write write;
+
+  Product transposed() const { return {b.transposed(), a.transposed(), bias.transposed(), c.transposed(), write}; }
+  Product rows(std::int64_t from, std::int64_t to) const {
+    return {a.block(from, to - from, 0, a.cols), b, bias.block(from, to - from, 0, c.cols), c.block(from, to - from, 0, c.cols), write};
+  }
+};
+
+template <std::int64_t count, typename E, typename A>
+void copy_run(const E* __restrict from, A* __restrict to) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<A>(from[i]);
 }
 
-// c = a b or c += a b on one thread; c is row-major.
-template <typename A>
-void multiply(const Matrix<const A>& a, const Matrix<const A>& b, const Matrix<A>& c, Write write) {
-  using Out = Eigen::Matrix<A, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-  Eigen::Map<Out, 0, Eigen::OuterStride<>> out(c.data, c.rows, c.cols, Eigen::OuterStride<>(std::max(c.row_stride, c.cols)));
-  with_map(a, [&](const auto& left) {
-    with_map(b, [&](const auto& right) {
-      if (write == Write::assign) out.noalias() = left * right;
-      else out.noalias() += left * right;
-    });
-  });
+// Copies b to panels: panel p holds the columns from p * kPanel on, [b.rows, kPanel], the last one filled up with zeros.
+template <typename E, typename A>
+void pack_columns(const Matrix<const E>& b, A* panel) {
+  constexpr std::int64_t kWidth = kPanel<A>;
+  for (std::int64_t j = 0; j < b.cols; j += kWidth, panel += b.rows * kWidth) {
+    const std::int64_t used = std::min(kWidth, b.cols - j);
+    if (used == kWidth && b.col_stride == 1) {
+      for (std::int64_t t = 0; t < b.rows; ++t) copy_run<kWidth>(b.at(t, j), panel + t * kWidth);
+      continue;
+    }
+    if (used < kWidth) std::fill(panel, panel + b.rows * kWidth, A(0));
+    for (std::int64_t l = 0; l < used; ++l)
+      for (std::int64_t t = 0; t < b.rows; ++t) panel[t * kWidth + l] = static_cast<A>(*b.at(t, j + l));
+  }
 }
 
+// Copies a to blocks of kBlockRows rows, each [a.cols, kBlockRows]; the rows missing from the last one are not written. A few
+// terms of all blocks at a time: both the cache lines read and those written are then used whole while they stay.
+template <typename E, typename A>
+void pack_rows(const Matrix<const E>& a, A* blocks) {
+  constexpr std::int64_t kTogether = 16;
+  for (std::int64_t first = 0; first < a.cols; first += kTogether) {
+    const std::int64_t last = std::min(first + kTogether, a.cols);
+    for (std::int64_t i = 0; i < a.rows; i += kBlockRows) {
+      A* block = blocks + i * a.cols;
+      const std::int64_t used = std::min<std::int64_t>(kBlockRows, a.rows - i);
+      if (used == kBlockRows && a.row_stride == 1)
+        for (std::int64_t t = first; t < last; ++t) copy_run<kBlockRows>(a.at(i, t), block + t * kBlockRows);
+      else
+        for (std::int64_t t = first; t < last; ++t)
+          for (std::int64_t l = 0; l < used; ++l) block[t * kBlockRows + l] = static_cast<A>(*a.at(i + l, t));
+    }
+  }
+}
+
+// Blocks of both operands, copied: what one thread needs.
 template <typename A>
-void add_bias(const Matrix<A>& c, const A* bias, std::int64_t bias_stride) {
+struct Scratch {
+  static constexpr std::int64_t kRowsSize = kRows * kTerms;
+  static constexpr std::int64_t kSize = kRowsSize + kColumns * kTerms;
+  A* data;
+
+  A* rows() const { return data; }
+  A* columns() const { return data + kRowsSize; }
+};
+
+// One block of c, at most kBlockRows x kPanel, from a panel of b.
+template <typename A>
+void multiply_tile(const Matrix<A>& c, Write write, LeftOperand<A> a, const A* panel, std::int64_t terms) {
+  constexpr std::int64_t kWidth = kPanel<A>;
+  if (c.cols == kWidth) return multiply_rows<kBlockVectors>(c.rows, write, c.data, c.row_stride, a, panel, kWidth, terms);
+  std::array<A, kBlockRows * kWidth> whole;
+  multiply_rows<kBlockVectors>(c.rows, Write::assign, whole.data(), kWidth, a, panel, kWidth, terms);
   for (std::int64_t i = 0; i < c.rows; ++i)
-    for (std::int64_t j = 0; j < c.cols; ++j) c.data[i * c.row_stride + j * c.col_stride] += bias[j * bias_stride];
+    for (std::int64_t j = 0; j < c.cols; ++j) {
+      const A before = write == Write::accumulate ? *c.at(i, j) : A(0);
+      *c.at(i, j) = before + whole[static_cast<std::size_t>(i * kWidth + j)];
+    }
 }
 
-// A batch of matrices in the type the product is computed in. Operands of another dtype, or without a unit stride, are
-// copied to dense float memory first.
-template <typename A>
-class Operand {
- public:
-  explicit Operand(const ConstView& view) : view_(view) {
-    const int rank = view.shape.rank();
-    const Matrix<const A> first = {nullptr, view.shape[rank - 2], view.shape[rank - 1], view.strides[rank - 2], view.strides[rank - 1]};
-    if (view.dtype == dtype_of<A>() && (first.is_row_major() || first.is_col_major())) return;
-    dense_ = Buffer(view.numel() * static_cast<std::int64_t>(sizeof(A)), kCpu);
-    const MutView copied = {dense_.data(), dtype_of<A>(), kCpu, view.shape, contiguous_strides(view.shape)};
-    heddle::copy({.source = view, .out = copied}, ExecContext{});
-    view_ = copied;
+template <typename E, typename A>
+void copy_bias(const Matrix<const E>& bias, const Matrix<A>& c) {
+  for (std::int64_t i = 0; i < c.rows; ++i) {
+    if (bias.col_stride == 1 && c.col_stride == 1)
+      for (std::int64_t j = 0; j < c.cols; ++j) c.at(i, 0)[j] = static_cast<A>(bias.at(i, 0)[j]);
+    else
+      for (std::int64_t j = 0; j < c.cols; ++j) *c.at(i, j) = static_cast<A>(*bias.at(i, j));
   }
+}
 
-  Matrix<const A> matrix(std::int64_t batch) const {
-    const int rank = view_.shape.rank();
-    std::int64_t offset = 0;
-    for (int d = rank - 3; d >= 0; --d) {
-      offset += batch % view_.shape[d] * view_.strides[d];
-      batch /= view_.shape[d];
+// The columns [j, j + width) of c and the terms [t, t + terms).
+template <typename E, typename A>
+void multiply_columns(const Product<E, A>& p, std::int64_t j, std::int64_t width, std::int64_t t, std::int64_t terms,
+                      Scratch<A> scratch) {
+  const bool adds_bias = t == 0 && p.bias.data != nullptr;
+  const Write write = t == 0 && !adds_bias ? p.write : Write::accumulate;
+  pack_columns(p.b.block(t, terms, j, width), scratch.columns());
+  for (std::int64_t i = 0; i < p.c.rows; i += kRows) {
+    const std::int64_t height = std::min(kRows, p.c.rows - i);
+    const Matrix<const E> a = p.a.block(i, height, t, terms);
+    // Rows whose terms lie side by side are read where they are.
+    const bool in_place = std::is_same_v<E, A> && a.col_stride == 1;
+    if (!in_place) pack_rows(a, scratch.rows());
+    for (std::int64_t l = 0; l < width; l += kPanel<A>)
+      for (std::int64_t r = 0; r < height; r += kBlockRows) {
+        const std::int64_t tile_rows = std::min<std::int64_t>(kBlockRows, height - r), tile_cols = std::min(kPanel<A>, width - l);
+        const Matrix<A> c = p.c.block(i + r, tile_rows, j + l, tile_cols);
+        LeftOperand<A> left = {scratch.rows() + r * terms, 1, kBlockRows};
+        if constexpr (std::is_same_v<E, A>)
+          if (in_place) left = {a.at(r, 0), a.row_stride, 1};
+        if (adds_bias) copy_bias(p.bias.block(i + r, tile_rows, j + l, tile_cols), c);
+        multiply_tile(c, write, left, scratch.columns() + l * terms, terms);
+      }
+  }
+}
+
+// On one thread; the columns of c lie side by side.
+template <typename E, typename A>
+void multiply(const Product<E, A>& p, Scratch<A> scratch) {
+  for (std::int64_t j = 0; j < p.c.cols; j += kColumns) {
+    std::int64_t t = 0;
+    do {  // once even without terms
+      multiply_columns(p, j, std::min(kColumns, p.c.cols - j), t, std::min(kTerms, p.a.cols - t), scratch);
+      t += kTerms;
+    } while (t < p.a.cols);
+  }
+}
+
+// Sum of x[i] y[i] in four vectors of partial sums.
+template <typename A>
+A dot(const A* x, const A* y, std::int64_t n) {
+  using V = typename Lanes<A>::type;
+  constexpr std::int64_t kLanes = Lanes<A>::count;
+  constexpr int kVectors = 4;
+  V sums[kVectors] = {};
+  std::int64_t i = 0;
+  for (; i + kVectors * kLanes <= n; i += kVectors * kLanes)
+    for (int v = 0; v < kVectors; ++v)
+      sums[v] += *reinterpret_cast<const V*>(x + i + v * kLanes) * *reinterpret_cast<const V*>(y + i + v * kLanes);
+  const V sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  A total = 0;
+  for (std::int64_t lane = 0; lane < kLanes; ++lane) total += sum[lane];
+  for (; i < n; ++i) total += x[i] * y[i];
+  return total;
+}
+
+// Too few columns of c to repay the copies, and operands whose terms are runs in memory: one sum an element.
+constexpr std::int64_t kFewColumns = 8;
+template <typename E, typename A>
+bool has_few_columns(const Product<E, A>& p) {
+  return std::is_same_v<E, A> && p.c.cols <= kFewColumns && p.a.col_stride == 1 && p.b.row_stride == 1;
+}
+template <typename A>
+void multiply_few_columns(const Product<A, A>& p) {
+  for (std::int64_t i = 0; i < p.c.rows; ++i)
+    for (std::int64_t j = 0; j < p.c.cols; ++j) {
+      A before = A(0);
+      if (p.bias.data != nullptr) before = *p.bias.at(i, j);
+      else if (p.write == Write::accumulate) before = *p.c.at(i, j);
+      *p.c.at(i, j) = before + dot(p.a.at(i, 0), p.b.at(0, j), p.a.cols);
     }
-    return {view_.template as<A>() + offset, view_.shape[rank - 2], view_.shape[rank - 1], view_.strides[rank - 2],
-            view_.strides[rank - 1]};
+}
+
+// The product itself, or its transpose where that has few columns or is the one whose rows are runs in memory.
+template <typename E, typename A>
+Product<E, A> oriented(const Product<E, A>& p) {
+  if (has_few_columns(p)) return p;
+  const bool turns = has_few_columns(p.transposed()) || (p.c.col_stride != 1 && p.c.cols != 1);
+  return turns ? p.transposed() : p;
+}
+
+template <typename E, typename View>
+Matrix<E> matrix_of(const View& view, std::int64_t batch) {
+  const int rank = view.shape.rank();
+  std::int64_t offset = 0;
+  for (int d = rank - 3; d >= 0; --d) {
+    offset += batch % view.shape[d] * view.strides[d];
+    batch /= view.shape[d];
   }
+  return {view.template as<std::remove_const_t<E>>() + offset, view.shape[rank - 2], view.shape[rank - 1], view.strides[rank - 2],
+          view.strides[rank - 1]};
+}
 
- private:
-  ConstView view_;
-  Buffer dense_;
-};
+template <typename E, typename A>
+Product<E, A> product_of(const GemmArgs& args, const MutView& c, std::int64_t batch) {
+  Product<E, A> p = {matrix_of<const E>(args.a, batch), matrix_of<const E>(args.b, batch), {}, matrix_of<A>(c, batch), args.write};
+  if (args.bias.defined()) p.bias = {args.bias.as<E>(), p.c.rows, p.c.cols, 0, args.bias.strides[0]};
+  return oriented(p);
+}
 
-// Work is cut over threads along the longer side of C. 2^16 multiply-adds are worth a thread. A cut falls on a multiple of
-// kPanel, three AVX-512 registers of float, which is what Eigen's kernel takes at a time: every element is then summed in
-// the order it would have in the whole product, so the result does not depend on the number of threads.
-constexpr std::int64_t kPanel = 48;
-constexpr std::int64_t kMinWork = std::int64_t{1} << 16;
+// Multiply-adds worth a thread: some 7 microseconds.
+constexpr std::int64_t kMinWork = std::int64_t{1} << 18;
 
-template <typename A>
-void gemm_typed(const ConstView& a_view, const ConstView& b_view, const MutView& c_view, const ConstView& bias, Write write) {
-  const Operand<A> a(a_view), b(b_view);
-  const Operand<A> c(c_view);  // same dtype and a unit stride: never copied
-  const int rank = c_view.shape.rank();
-  const std::int64_t M = c_view.shape[rank - 2], N = c_view.shape[rank - 1], K = a_view.shape[rank - 1];
-  const std::int64_t batches = c_view.numel() / (M * N);
-  const bool cut_rows = M >= N;
-  const std::int64_t side = cut_rows ? M : N;
+// The products of operands of type E into c, which is of type A. Work is cut over threads along the longer side of a matrix,
+// into whole blocks or panels; every element is summed in the same order wherever the cuts are.
+template <typename E, typename A>
+void gemm_typed(const GemmArgs& args, const MutView& c) {
+  const Product<E, A> first = product_of<E, A>(args, c, 0);
+  const std::int64_t M = first.c.rows, N = first.c.cols, K = first.a.cols, batches = c.numel() / (M * N);
+  const bool cuts_rows = M >= N;
+  const std::int64_t side = cuts_rows ? M : N, unit = cuts_rows ? kBlockRows : kPanel<A>;
+  const std::int64_t units = (side + unit - 1) / unit;
   const std::int64_t threads = std::min<std::int64_t>(num_threads(), 1 + batches * M * N * K / kMinWork);
-  const std::int64_t panels = std::max<std::int64_t>(1, side / kPanel);
-  const std::int64_t cuts = std::clamp<std::int64_t>((threads + batches - 1) / batches, 1, panels);
-  parallel_for(batches * cuts, threads == 1 ? batches * cuts : 1, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t cuts = std::clamp<std::int64_t>((threads + batches - 1) / batches, 1, units);
+  const Buffer memory(has_few_columns(first) ? 0 : num_threads() * Scratch<A>::kSize * static_cast<std::int64_t>(sizeof(A)), kCpu);
+  parallel_for(batches * cuts, (batches * cuts + threads - 1) / threads, [&](std::int64_t begin, std::int64_t end) {
+    const Scratch<A> scratch = {static_cast<A*>(memory.data()) + thread_index() * Scratch<A>::kSize};
     for (std::int64_t task = begin; task < end; ++task) {
-      const std::int64_t batch = task / cuts, cut = task % cuts;
-      const std::int64_t from = panels * cut / cuts * kPanel;
-      const std::int64_t to = cut + 1 == cuts ? side : panels * (cut + 1) / cuts * kPanel;
-      Matrix<const A> left = a.matrix(batch), right = b.matrix(batch);
-      const Matrix<const A> whole = c.matrix(batch);
-      Matrix<A> out = {const_cast<A*>(whole.data), M, N, whole.row_stride, whole.col_stride};
-      if (cut_rows) left = left.block_rows(from, to), out = out.block_rows(from, to);
-      else right = right.block_cols(from, to), out = out.block_cols(from, to);
-      if (out.is_row_major()) multiply(left, right, out, write);
-      else multiply(right.transposed(), left.transposed(), out.transposed(), write);
-      if (bias.defined()) add_bias(out, bias.as<A>() + (cut_rows ? 0 : from) * bias.strides[0], bias.strides[0]);
+      Product<E, A> p = product_of<E, A>(args, c, task / cuts);
+      const std::int64_t cut = task % cuts;
+      const std::int64_t from = units * cut / cuts * unit, to = std::min(units * (cut + 1) / cuts * unit, side);
+      p = cuts_rows ? p.rows(from, to) : p.transposed().rows(from, to).transposed();
+      if constexpr (std::is_same_v<E, A>)
+        if (has_few_columns(first)) {
+          multiply_few_columns(p);
+          continue;
+        }
+      multiply(p, scratch);
     }
   });
 }
 
-// Computes in float and rounds once: for half inputs, or a float output of them.
-void gemm_half(const GemmArgs& args, const ExecContext& ctx) {
-  Buffer bias_memory;
-  ConstView bias;
-  if (args.bias.defined()) {
-    bias_memory = Buffer(args.bias.numel() * 4, kCpu);
-    const MutView wide = {bias_memory.data(), DType::f32, kCpu, args.bias.shape, {1}};
-    heddle::copy({.source = args.bias, .out = wide}, ctx);
-    bias = wide;
-  }
-  if (args.c.dtype == DType::f32) {
-    gemm_typed<float>(args.a, args.b, args.c, bias, args.write);
-    return;
-  }
+// Into a 16-bit c: computed in float and rounded once.
+template <typename E>
+void gemm_rounded(const GemmArgs& args, const ExecContext& ctx) {
   const Buffer memory(args.c.numel() * 4, kCpu);
   const MutView wide = {memory.data(), DType::f32, kCpu, args.c.shape, contiguous_strides(args.c.shape)};
-  gemm_typed<float>(args.a, args.b, wide, bias, Write::assign);
+  GemmArgs product = args;
+  product.write = Write::assign;
+  gemm_typed<E, float>(product, wide);
   heddle::copy({.source = wide, .out = args.c, .write = args.write}, ctx);
 }
 
 }  // namespace
 
 void gemm(const GemmArgs& args, const ExecContext& ctx) {
-  if (args.a.dtype == DType::f64 && args.c.dtype == DType::f64)
-    gemm_typed<double>(args.a, args.b, args.c, args.bias, args.write);
-  else if (args.a.dtype == DType::f32)
-    gemm_typed<float>(args.a, args.b, args.c, args.bias, args.write);
-  else if (args.a.dtype == DType::bf16 || args.a.dtype == DType::f16)
-    gemm_half(args, ctx);
-  else
-    throw Error(concat_text("gemm: no product of ", args.a.dtype, " into ", args.c.dtype, "; cast the operands first"));
+  HEDDLE_CHECK(is_floating(args.a.dtype) && (args.c.dtype == args.a.dtype || args.a.dtype != DType::f64), "gemm: no product of ",
+               args.a.dtype, " into ", args.c.dtype, "; cast the operands first");
+  dispatch_float(args.a.dtype, "gemm", [&]<typename E>(std::type_identity<E>) {
+    using A = accumulate_t<E>;
+    if (args.c.dtype == dtype_of<A>()) gemm_typed<E, A>(args, args.c);
+    else if constexpr (!std::is_same_v<E, A>) gemm_rounded<E>(args, ctx);
+  });
 }
 
 }  // namespace heddle::cpu
