@@ -5,6 +5,7 @@
 
 #include "kernels/attention/attention_cpu.h"
 #if HEDDLE_WITH_CUDA
+#include "kernels/attention/attention_sm80.h"
 #include "kernels/attention/attention_sm90.h"
 #endif
 #include "kernels/runtime/allocator.h"
@@ -15,6 +16,7 @@ namespace {
 constexpr AttentionVariant kVariants[] = {
 #if HEDDLE_WITH_CUDA
     {"sm90", cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::forward, cuda::sm90::backward},
+    {"sm80", cuda::sm80::supports, cuda::sm80::workspace_bytes, cuda::sm80::forward, cuda::sm80::backward},
 #endif
     {"cpu", cpu::attention_supports, cpu::attention_workspace, cpu::attention_forward, cpu::attention_backward},
 };

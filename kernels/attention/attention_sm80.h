@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernels/attention/attention.h"
+#include "kernels/attention/params_sm80.h"
+
+// The portable tensor-core variant: mma.sync, ldmatrix and cp.async, for compute capability 8.0 and later. bfloat16 and
+// float16, head sizes up to 256 in multiples of 8.
+
+namespace heddle::cuda::sm80 {
+
+AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass);
+std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass);
+void forward(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
+void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
+
+// The kernels for heads of up to kHead columns, instantiated in a file each.
+template <int kHead>
+void forward_of(const ForwardParams& p, DType dtype, cudaStream_t stream);
+template <int kHead>
+void backward_of(const BackwardParams& p, DType dtype, cudaStream_t stream);
+
+}  // namespace heddle::cuda::sm80

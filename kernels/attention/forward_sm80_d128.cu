@@ -1,0 +1,7 @@
+#include "kernels/attention/forward_sm80.cuh"
+
+namespace heddle::cuda::sm80 {
+
+template void forward_of<128>(const ForwardParams& p, DType dtype, cudaStream_t stream);
+
+}  // namespace heddle::cuda::sm80
