@@ -11,5 +11,7 @@ void add_train_command(CLI::App& app, int& exit_code);
 void add_generate_command(CLI::App& app, int& exit_code);
 void add_gradcheck_command(CLI::App& app, int& exit_code);
 void add_attention_command(CLI::App& app, int& exit_code);
+void add_bench_attention_command(CLI::App& app, int& exit_code);
+void add_bench_train_command(CLI::App& app, int& exit_code);
 
 }  // namespace heddle::examples

@@ -23,6 +23,8 @@ int run(int argc, char** argv) {
   heddle::examples::add_generate_command(app, exit_code);
   heddle::examples::add_gradcheck_command(app, exit_code);
   heddle::examples::add_attention_command(app, exit_code);
+  heddle::examples::add_bench_attention_command(app, exit_code);
+  heddle::examples::add_bench_train_command(app, exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

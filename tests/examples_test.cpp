@@ -118,8 +118,35 @@ TEST(Tool, GradcheckReportsEachCaseAndSucceeds) {
   EXPECT_NE(outcome.output.find(" passed, 0 failed"), std::string::npos) << outcome.output;
 }
 
+TEST(Tool, BenchAttentionTimesBothPassesAndWritesThem) {
+  const test::TempFolder folder;
+  const std::string json = (folder.path() / "bench.json").string();
+
+  const Outcome outcome = heddle("bench-attention --device cpu --dtype float32 --batch 1 --heads 2 --kv-heads 1 --seq 70 --head-dim 8 "
+                                 "--causal --json " + json);
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const std::string written = read_text(json);
+  for (const char* key : {"\"fwd\"", "\"bwd\"", "\"median_ms\"", "\"tflops\"", "\"gemm_tflops\"", "\"skipped\""})
+    EXPECT_NE(written.find(key), std::string::npos) << key << " in " << written;
+}
+
+TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
+  const test::TempFolder folder;
+  const fs::path run_folder = folder.path() / "run", json = folder.path() / "bench.json";
+
+  const Outcome outcome = heddle("bench-train configs/tiny.yaml --set device=cpu --set train.micro_batch_size=1 --steps 2 --warmup 1 --set "
+                                 "train.output_dir=" + run_folder.string() + " --json " + json.string());
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* text : {"steps/s", "tokens/s", "TFLOP/s", "GiB at the peak"})
+    EXPECT_NE(outcome.output.find(text), std::string::npos) << text << " in " << outcome.output;
+  EXPECT_NE(read_text(json).find("\"tokens_per_second\""), std::string::npos);
+  EXPECT_FALSE(fs::exists(run_folder));
+}
+
 TEST(Tool, EveryHelpHasAnExample) {
-  for (const char* command : {"", "train", "generate", "gradcheck", "attention"}) {
+  for (const char* command : {"", "train", "generate", "gradcheck", "attention", "bench-attention", "bench-train"}) {
     const Outcome outcome = heddle(std::string(command) + " --help");
     EXPECT_EQ(outcome.exit_code, 0);
     EXPECT_NE(outcome.output.find("Example: heddle "), std::string::npos) << outcome.output;
@@ -130,13 +157,15 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
   for (const char* arguments :
        {"", "fly", "train", "train no/such.yaml", "train configs/tiny.yaml --set train.max_step=3",
         "train configs/tiny.yaml --set attention.kernel=warp", "train configs/tiny.yaml --set device=tpu",
-        "generate --model runs --prompt ''", "attention --input a --output b --scale 0", "attention --input a --output b --device tpu"})
+        "generate --model runs --prompt ''", "attention --input a --output b --scale 0", "attention --input a --output b --device tpu",
+        "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
     EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
 }
 
 TEST(Tool, RunTimeFailuresExitWithOne) {
   EXPECT_EQ(heddle("generate --model no/such/run --prompt x").exit_code, 1);
   EXPECT_EQ(heddle("attention --input no/such.safetensors --output /tmp/x").exit_code, 1);
+  EXPECT_EQ(heddle("bench-attention --device cpu --seq 8 --batch 1 --json no/such/folder/x.json").exit_code, 1);
 }
 
 TEST(Tool, FirstInterruptSavesAndSaysHowToResume) {
