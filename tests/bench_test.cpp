@@ -16,7 +16,8 @@ namespace {
 AttentionTensors right_results(DType dtype, bool is_causal, std::int64_t S = 150, std::int64_t D = 16) {
   RandomTable random(dtype, kCpu);
   AttentionTensors t;
-  t.q = random.tensor({3, S, 4, D}), t.k = random.tensor({3, S, 2, D}), t.v = random.tensor({3, S, 2, D}), t.dout = random.tensor({3, S, 4, D});
+  t.q = random.tensor({3, S, 4, D}), t.k = random.tensor({3, S, 2, D}), t.v = random.tensor({3, S, 2, D});
+  t.dout = random.tensor({3, S, 4, D});
   t.out = Tensor::empty(t.q.shape(), dtype), t.dq = Tensor::empty(t.q.shape(), dtype);
   t.dk = Tensor::empty(t.k.shape(), dtype), t.dv = Tensor::empty(t.k.shape(), dtype);
   t.lse = Tensor::empty({3, 4, S}, DType::f32);
@@ -93,7 +94,8 @@ TEST_F(TimeRunsOnCuda, GraphAndStreamBothRunTheWork) {
 TEST_F(TimeRunsOnCuda, AFailedCaptureLeavesTheStreamUsable) {
   std::vector<double> seconds;
   const auto fail = [] { throw Error("no"); };
-  EXPECT_EQ(test::error_of([&] { time_runs({.work = fail, .runs = 2, .launch = Launch::graph, .seconds = seconds}, device_context(test::kCuda)); }), "no");
+  const TimeRunsArgs args{.work = fail, .runs = 2, .launch = Launch::graph, .seconds = seconds};
+  EXPECT_EQ(test::error_of([&] { time_runs(args, device_context(test::kCuda)); }), "no");
   EXPECT_EQ(Tensor::full({1}, 3, DType::f32, test::kCuda).item(), 3);
 }
 

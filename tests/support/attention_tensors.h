@@ -110,11 +110,19 @@ std::string refusal_of(std::string_view variant, const Fn& run) {
   }
 }
 
+// Where sequences of different lengths end in packed tensors, as the arguments of the kernels have it.
+struct Sequences {
+  std::vector<std::int32_t> q, k;  // cu_seqlens, [n + 1]
+  std::int64_t max_q = 0, max_k = 0;
+};
+
 // One problem's tensors in a dtype on a device.
 struct AttentionTensors {
   AttentionSizes sizes;
   AttentionLayouts layouts;
   Guarded q, k, v, dout, dlse;
+  Tensor cu_seqlens_q, cu_seqlens_k;
+  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 
   AttentionTensors(const AttentionSizes& sizes_of, const AttentionValues& values, DType dtype, Device device,
                    const AttentionLayouts& at = {})
@@ -122,6 +130,14 @@ struct AttentionTensors {
         v(guarded(values.v, dtype, device, at.v)), dout(guarded(values.dout, dtype, device, at.dout)) {
     const DType wide = dtype == DType::f64 ? dtype : DType::f32;
     if (values.dlse.defined()) dlse = guarded(values.dlse, wide, device, {.gaps = at.q.gaps});
+  }
+
+  void set_sequences(const Sequences& sequences) {
+    const auto placed = [&](const std::vector<std::int32_t>& ends) {
+      return Tensor::from_vector(ends, {static_cast<std::int64_t>(ends.size())}, device());
+    };
+    cu_seqlens_q = placed(sequences.q), cu_seqlens_k = placed(sequences.k);
+    max_seqlen_q = sequences.max_q, max_seqlen_k = sequences.max_k;
   }
 
   DType dtype() const { return q.part.dtype(); }
@@ -132,7 +148,9 @@ struct AttentionTensors {
     Forward f{"", guarded(q.part.shape(), dtype(), device(), layouts.out),
               guarded({sizes.B, sizes.Hq, sizes.Sq}, lse_dtype(), device(), {.gaps = layouts.q.gaps})};
     const AttentionForwardArgs args{.q = q.part.view(), .k = k.part.view(), .v = v.part.view(), .out = f.out.part.mutable_view(),
-                                    .lse = f.lse.part.mutable_view(), .is_causal = sizes.is_causal, .scale = sizes.scale};
+                                    .lse = f.lse.part.mutable_view(), .is_causal = sizes.is_causal, .scale = sizes.scale,
+                                    .cu_seqlens_q = optional(cu_seqlens_q), .cu_seqlens_k = optional(cu_seqlens_k),
+                                    .max_seqlen_q = max_seqlen_q, .max_seqlen_k = max_seqlen_k};
     f.refusal = refusal_of(variant, [&] { attention_forward(args, variant, device_context(device())); });
     return f;
   }
@@ -142,12 +160,16 @@ struct AttentionTensors {
                guarded(k.part.shape(), dtype(), device(), layouts.dv)};
     const AttentionBackwardArgs args{.q = q.part.view(), .k = k.part.view(), .v = v.part.view(), .out = saved.out.part.view(),
                                      .lse = saved.lse.part.view(), .dout = dout.part.view(),
-                                     .dlse = dlse.part.defined() ? dlse.part.view() : ConstView{}, .dq = b.dq.part.mutable_view(),
-                                     .dk = b.dk.part.mutable_view(), .dv = b.dv.part.mutable_view(), .is_causal = sizes.is_causal,
-                                     .scale = sizes.scale};
+                                     .dlse = optional(dlse.part), .dq = b.dq.part.mutable_view(), .dk = b.dk.part.mutable_view(),
+                                     .dv = b.dv.part.mutable_view(), .is_causal = sizes.is_causal, .scale = sizes.scale,
+                                     .cu_seqlens_q = optional(cu_seqlens_q), .cu_seqlens_k = optional(cu_seqlens_k),
+                                     .max_seqlen_q = max_seqlen_q, .max_seqlen_k = max_seqlen_k};
     b.refusal = refusal_of(variant, [&] { attention_backward(args, variant, device_context(device())); });
     return b;
   }
+
+ private:
+  static ConstView optional(const Tensor& x) { return x.defined() ? x.view() : ConstView{}; }
 };
 
 // The CPU variant in float64.
