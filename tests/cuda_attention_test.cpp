@@ -86,7 +86,7 @@ TEST_F(CudaAttention, LongSequencesMatchFloat64) {
 
 TEST_F(CudaAttention, EveryHeadSizeMatchesFloat64) {
   std::uint64_t seed = 900;
-  for (std::int64_t D : {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 256})
+  for (std::int64_t D : {1, 3, 8, 16, 24, 30, 32, 33, 40, 64, 72, 80, 96, 104, 128, 136, 160, 192, 200, 255, 256})
     for (const auto& [Sq, Sk] : {std::pair{113, 203}, {300, 65}, {129, 256}})
       for (std::int64_t Hkv : {4, 2})
         check_all_dtypes({2, Sq, Sk, 4, Hkv, D, /*is_causal=*/Hkv == 2, default_scale(D)}, seed += 5);
