@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <thread>
 #include <limits>
 #include <vector>
 
@@ -52,6 +53,28 @@ TEST_P(ThreadCount, ThreadIndexIsInRangeAndNestedLoopsRunInline) {
     });
   });
   EXPECT_TRUE(ok);
+}
+
+TEST_P(ThreadCount, ShortRegionsInARowLoseNoTask) {
+  std::int64_t wrong = 0;
+  for (int region = 0; region < 20000; ++region) {
+    std::array<std::atomic<int>, 3> visits{};
+    parallel_tasks(3, [&](std::int64_t task) { ++visits[static_cast<std::size_t>(task)]; });
+    for (const auto& visit : visits) wrong += visit != 1;
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_P(ThreadCount, CallersAtTheSameTimeEachGetTheirTasksDone) {
+  std::atomic<std::int64_t> total = 0;
+  const auto caller = [&] {
+    for (int region = 0; region < 500; ++region) parallel_tasks(10, [&](std::int64_t task) { total += task; });
+  };
+  std::thread first(caller), second(caller);
+  first.join();
+  second.join();
+
+  EXPECT_EQ(total, 2 * 500 * 45);
 }
 
 INSTANTIATE_TEST_SUITE_P(Parallel, ThreadCount, ::testing::Values(1, 2, 5));

@@ -1,41 +1,145 @@
 #include "kernels/runtime/parallel.h"
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include "kernels/runtime/check.h"
 
 namespace heddle {
+namespace {
 
-int num_threads() { return omp_get_max_threads(); }
+thread_local int this_thread = 0;
+thread_local bool is_in_region = false;
+
+// Waits while `value` is `old`: watching for the tens of microseconds that pass between two kernels, then asleep.
+template <typename T>
+void wait_while(const std::atomic<T>& value, T old) {
+  constexpr int kYields = 100;
+  for (int i = 0; i < kYields && value == old; ++i) std::this_thread::yield();
+  value.wait(old);
+}
+
+// Note: Thread pool
+// The caller and the workers take the tasks of a region one by one. A worker that the system does not run takes none and holds
+// nobody up; a team that assigns tasks to threads beforehand, as OpenMP's does, waits for it, whole time slices long on a
+// machine that others use as well.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  }
+  ~Pool() {
+    stops_ = true;
+    wake();
+    for (std::thread& worker : workers_) worker.join();
+  }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  void run(std::int64_t count, const std::function<void(std::int64_t)>& task) {
+    task_ = &task;
+    count_ = count;
+    next_ = 0;
+    is_open_ = true;
+    wake();
+    is_in_region = true;
+    take_tasks();
+    is_in_region = false;
+    // A worker counts itself as busy before it looks whether the region is open: one that is not seen here finds it closed.
+    is_open_ = false;
+    for (int busy = busy_; busy != 0; busy = busy_) wait_while(busy_, busy);
+  }
+
+ private:
+  void wake() {
+    ++regions_;
+    regions_.notify_all();
+  }
+
+  void take_tasks() {
+    for (std::int64_t i = next_++; i < count_; i = next_++) (*task_)(i);
+  }
+
+  void work(int index) {
+    this_thread = index;
+    is_in_region = true;
+    for (std::uint32_t seen = 0;;) {
+      wait_while(regions_, seen);
+      seen = regions_;
+      if (stops_) return;
+      ++busy_;
+      if (is_open_) take_tasks();
+      --busy_;
+      busy_.notify_all();
+    }
+  }
+
+  const std::function<void(std::int64_t)>* task_ = nullptr;
+  std::int64_t count_ = 0;
+  std::atomic<std::int64_t> next_ = 0;
+  std::atomic<bool> is_open_ = false;
+  std::atomic<int> busy_ = 0;
+  std::atomic<std::uint32_t> regions_ = 0;
+  std::atomic<bool> stops_ = false;
+  std::vector<std::thread> workers_;
+};
+
+int default_threads() {
+  const char* wanted = std::getenv("OMP_NUM_THREADS");
+  const int count = wanted != nullptr ? std::atoi(wanted) : 0;
+  return std::max(1, count > 0 ? count : static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+// The process has one pool, made when it is first needed.
+struct Threads {
+  std::atomic<int> count = default_threads();
+  std::mutex in_use;
+  std::unique_ptr<Pool> pool;
+};
+
+Threads& threads() {
+  static Threads all;
+  return all;
+}
+
+}  // namespace
+
+int num_threads() { return threads().count; }
 
 void set_num_threads(int count) {
   HEDDLE_CHECK(count >= 1, "set_num_threads: expected at least 1, got ", count);
-  omp_set_num_threads(count);
+  threads().count = count;
 }
 
 void parallel_for(std::int64_t count, std::int64_t grain, const std::function<void(std::int64_t, std::int64_t)>& body) {
   if (count <= 0) return;
   const std::int64_t most = (count + grain - 1) / std::max<std::int64_t>(grain, 1);
-  const auto chunks = static_cast<int>(std::min<std::int64_t>(most, num_threads()));
-  if (chunks <= 1 || omp_in_parallel()) {
-    body(0, count);
-    return;
-  }
-#pragma omp parallel for schedule(static, 1) num_threads(chunks)
-  for (int i = 0; i < chunks; ++i) body(count * i / chunks, count * (i + 1) / chunks);
+  const std::int64_t chunks = is_in_region ? 1 : std::min<std::int64_t>(most, num_threads());
+  if (chunks <= 1) body(0, count);
+  else parallel_tasks(chunks, [&](std::int64_t i) { body(count * i / chunks, count * (i + 1) / chunks); });
 }
 
 void parallel_tasks(std::int64_t count, const std::function<void(std::int64_t)>& body) {
-  if (count <= 1 || num_threads() == 1 || omp_in_parallel()) {
-    for (std::int64_t i = 0; i < count; ++i) body(i);
-    return;
+  const int wanted = num_threads();
+  if (count > 1 && wanted > 1 && !is_in_region) {
+    // Another thread's region keeps the pool: this one then does its tasks alone.
+    if (const std::unique_lock lock(threads().in_use, std::try_to_lock); lock) {
+      std::unique_ptr<Pool>& pool = threads().pool;
+      if (pool == nullptr || pool->threads() != wanted) pool.reset(), pool = std::make_unique<Pool>(wanted);
+      pool->run(count, body);
+      return;
+    }
   }
-#pragma omp parallel for schedule(dynamic, 1)
   for (std::int64_t i = 0; i < count; ++i) body(i);
 }
 
-int thread_index() { return omp_get_thread_num(); }
+int thread_index() { return this_thread; }
 
 }  // namespace heddle

@@ -5,12 +5,13 @@
 
 namespace heddle {
 
-// Threads used by CPU kernels: OMP_NUM_THREADS if set, else every core. set_num_threads needs count >= 1.
+// Threads used by CPU kernels: OMP_NUM_THREADS if set, else every core. set_num_threads needs count >= 1, and no kernel may
+// be running.
 int num_threads();
 void set_num_threads(int count);
 
-// Runs body(begin, end) over [0, count) cut into equal chunks of at least `grain` items, one chunk a thread. Runs inline
-// when one chunk is enough or when already inside a parallel region. `body` must not throw.
+// Runs body(begin, end) over [0, count) cut into equal chunks of at least `grain` items, as many as threads. Runs
+// inline when one chunk is enough or when already inside a parallel region. `body` must not throw.
 void parallel_for(std::int64_t count, std::int64_t grain, const std::function<void(std::int64_t, std::int64_t)>& body);
 
 // Runs body(task) for every task in [0, count), tasks taken in order by whichever thread is free: for tasks of uneven
