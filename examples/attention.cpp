@@ -7,6 +7,7 @@
 #include "autograd/ops.h"
 #include "examples/commands.h"
 #include "examples/run_setup.h"
+#include "kernels/attention/attention.h"
 #include "nn/safetensors.h"
 
 namespace heddle::examples {
@@ -62,6 +63,7 @@ int run_attention(const AttentionCommand& command) {
   for (auto& [name, tensor] : outputs) tensor = tensor.to(kCpu);
   nn::write_safetensors(command.output, outputs);
   for (const auto& [name, tensor] : outputs) std::cout << name << "  " << tensor.describe() << '\n';
+  for (const AttentionChoice& choice : attention_choices()) std::cout << choice << '\n';
   return 0;
 }
 

@@ -6,6 +6,7 @@
 
 #include "autograd/graphviz.h"
 #include "autograd/ops.h"
+#include "kernels/attention/attention.h"
 #include "nn/evaluate.h"
 #include "nn/posix_file.h"
 #include "nn/schedule.h"
@@ -96,9 +97,13 @@ void Trainer::resume_or_start() {
 
 TrainResult Trainer::run() {
   Progress progress(options_.progress, state_.step, config_.max_steps);
+  forget_attention_choices();
+  reported_choices_ = 0;
   bool is_interrupted = false;
   while (!is_last_step() && !is_interrupted) {
-    report(train_step(progress), progress);
+    const StepMetrics metrics = train_step(progress);
+    report_attention(progress);
+    report(metrics, progress);
     if (nonfinite_in_a_row_ >= config_.max_nonfinite_steps) stop_if_diverged();
     const bool is_best = (is_last_step() || is_due(config_.eval_steps)) && evaluate_now(progress);
     is_interrupted = !is_last_step() && options_.interrupted();
@@ -142,6 +147,12 @@ StepMetrics Trainer::train_step(Progress& progress) {
   timed_steps_ += 1;
   timed_tokens_ += tokens;
   return metrics;
+}
+
+// Which kernels attention has run on: a line for each that is new.
+void Trainer::report_attention(Progress& progress) {
+  for (; reported_choices_ < attention_choices().size(); ++reported_choices_)
+    progress.message(concat_text(attention_choices()[reported_choices_]));
 }
 
 void Trainer::skip_nonfinite(const std::string& where, Progress& progress) {

@@ -80,6 +80,7 @@ class Trainer {
   std::optional<Checkpoint> checkpoint_to_resume() const;
 
   StepMetrics train_step(Progress& progress);
+  void report_attention(Progress& progress);
   void skip_nonfinite(const std::string& where, Progress& progress);
   bool evaluate_now(Progress& progress);  // whether it was the best so far
   void save_now(Progress& progress);
@@ -105,6 +106,7 @@ class Trainer {
   std::int64_t nonfinite_in_a_row_ = 0;
   bool is_eval_finite_ = true;
   std::filesystem::path last_checkpoint_;
+  std::size_t reported_choices_ = 0;  // of attention_choices()
   Clock::duration timed_{};  // spent in steps since the last logged one
   std::int64_t timed_steps_ = 0;
   std::int64_t timed_tokens_ = 0;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "tests/support/attention_tensors.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::test {
 namespace {
@@ -31,12 +32,6 @@ class CudaAttentionVarlen : public NeedsCuda<> {
 bool has_same_bits(const Tensor& a, const Tensor& b) {
   const Tensor x = contiguous(a.to(kCpu)), y = contiguous(b.to(kCpu));
   return x.shape() == y.shape() && std::memcmp(x.view().data, y.view().data, static_cast<std::size_t>(x.nbytes())) == 0;
-}
-
-std::int64_t longest(const Ends& ends) {
-  std::int64_t most = 0;
-  for (std::size_t i = 1; i < ends.size(); ++i) most = std::max<std::int64_t>(most, ends[i] - ends[i - 1]);
-  return most;
 }
 
 struct Gradients {
@@ -114,6 +109,44 @@ TEST_F(CudaAttentionVarlen, EverySequenceGetsTheBitsOfACallOfItsOwn) {
     for (std::int64_t D : kHeadSizes)
       for (bool is_causal : {false, true})
         for (DType dtype : {DType::bf16, DType::f16, DType::f32}) check_batch(batch, D, dtype, is_causal, seed += 5);
+}
+
+TEST_F(CudaAttentionVarlen, NaNOfASequenceStaysInIt) {
+  const Batch batch{{0, 90, 160, 300}, {0, 100, 190, 290}, 300, 290};
+  for (DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const AttentionVariant& variant : attention_variants()) {
+      if (variant.name == "cpu") continue;
+      const auto results = [&](bool is_dirty) {
+        const auto input = [&](std::int64_t rows, std::int64_t heads, std::uint64_t seed, const Ends& ends) {
+          const Tensor x = cast(held_values({1, rows, heads, 64}, dtype, seed), dtype).to(kCuda);
+          if (is_dirty) slice(x, 1, ends[1], ends[2]).fill_(kNaN);
+          return x;
+        };
+        return run(variant.name, input(300, 2, 1, batch.q), input(290, 1, 2, batch.k), input(290, 1, 3, batch.k), input(300, 2, 4, batch.q),
+                   false, &batch);
+      };
+      const auto clean = results(false), dirty = results(true);
+      if (!clean.refusal.empty()) continue;
+      for (std::size_t i : {0, 2}) {
+        const auto same = [&](const Tensor& a, const Tensor& b, const Ends& ends) {
+          return has_same_bits(slice(a, 1, ends[i], ends[i + 1]), slice(b, 1, ends[i], ends[i + 1]));
+        };
+        EXPECT_TRUE(same(clean.out, dirty.out, batch.q) && same(clean.gradients.dq, dirty.gradients.dq, batch.q)) << variant.name << ' ' << dtype;
+        EXPECT_TRUE(same(clean.gradients.dk, dirty.gradients.dk, batch.k) && same(clean.gradients.dv, dirty.gradients.dv, batch.k))
+            << variant.name << ' ' << dtype;
+      }
+    }
+}
+
+TEST_F(CudaAttentionVarlen, EndsThatDecreaseAreReported) {
+  const Tensor x = Tensor::zeros({1, 290, 1, 64}, DType::f32, kCuda);
+  const Batch batch{{0, 90, 160, 290}, {0, 100, 90, 180}, 290, 290};
+
+  const auto r = run("sm80", x, x, x, x, false, &batch);
+
+  EXPECT_EQ(error_of([&] { r.out.to(kCpu); }),
+            "attention: cu_seqlens_k gives sequence 1 the rows [100, 90) of k; the first must start at 0, none may be negative, longer "
+            "than max_seqlen_k or past the last of 290 rows");
 }
 
 TEST_F(CudaAttentionVarlen, NoSequencesAtAllGiveZeros) {

@@ -185,6 +185,21 @@ TEST(Trainer, ResumingAnotherModelIsRefused) {
   EXPECT_THROW(TestRun(config, wider).go(), Error);
 }
 
+TEST(Trainer, NamesTheAttentionKernelsOnce) {
+  const TempFolder folder;
+  TestRun run(train_config(folder / "run", 3));
+
+  run.go();
+
+  const std::string out = run.out.str();
+  for (const char* pass : {"forward", "backward"}) {
+    const std::string line = concat_text("attention ", pass, ": cpu on cpu (float32, 3 query and 3 key heads of size 4, causal)\n");
+    const std::size_t at = out.find(line);
+    ASSERT_NE(at, std::string::npos) << out;
+    EXPECT_EQ(out.find(line, at + 1), std::string::npos) << out;
+  }
+}
+
 // Output folder
 
 TEST(Trainer, SecondRunFromScratchKeepsTheFirst) {

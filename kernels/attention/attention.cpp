@@ -1,12 +1,16 @@
 #include "kernels/attention/attention.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "kernels/attention/attention_cpu.h"
 #if HEDDLE_WITH_CUDA
 #include "kernels/attention/attention_sm80.h"
 #include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/sequence_check.h"
+#include "kernels/attention/sequence_tail.h"
 #endif
 #include "kernels/runtime/allocator.h"
 
@@ -22,6 +26,18 @@ constexpr AttentionVariant kVariants[] = {
 };
 
 std::string_view pass_name(AttentionPass pass) { return pass == AttentionPass::forward ? "forward" : "backward"; }
+
+// The calling thread's, like its contexts.
+std::vector<AttentionChoice>& choices() {
+  thread_local std::vector<AttentionChoice> list;
+  return list;
+}
+
+void remember(const AttentionProblem& problem, AttentionPass pass, const AttentionVariant& variant) {
+  const AttentionChoice choice{pass, variant.name, problem.device, problem.dtype, problem.Hq, problem.Hkv, problem.D,
+                               problem.is_causal, problem.is_varlen, problem.deterministic};
+  if (std::ranges::find(choices(), choice) == choices().end()) choices().push_back(choice);
+}
 
 // Where a message starts.
 std::string_view op_name(AttentionPass pass) {
@@ -135,6 +151,16 @@ const AttentionVariant& select_attention(const AttentionProblem& problem, Attent
   throw Error(concat_text("attention: no kernel can run this ", pass_name(pass), ": ", reasons));
 }
 
+std::ostream& operator<<(std::ostream& out, const AttentionChoice& choice) {
+  return out << "attention " << pass_name(choice.pass) << ": " << choice.variant << " on " << choice.device << " (" << choice.dtype
+             << ", " << choice.Hq << " query and " << choice.Hkv << " key heads of size " << choice.D
+             << (choice.is_causal ? ", causal" : "") << (choice.is_varlen ? ", sequences end to end" : "")
+             << (choice.deterministic ? ", deterministic" : "") << ')';
+}
+
+const std::vector<AttentionChoice>& attention_choices() { return choices(); }
+void forget_attention_choices() { choices().clear(); }
+
 void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
   constexpr auto kPass = AttentionPass::forward;
   const std::string_view op = op_name(kPass);
@@ -146,8 +172,16 @@ void attention_forward(const AttentionForwardArgs& args, std::string_view wanted
   check_shape(args.out, "out", args.q.shape, op);
   check_shape(args.lse, "lse", lse_shape(args.q), op);
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
+  remember(problem, kPass, variant);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
   variant.forward(args, workspace.data(), ctx);
+#if HEDDLE_WITH_CUDA
+  if (problem.is_varlen && problem.device.is_cuda()) {
+    cuda::check_sequences(args, ctx);
+    cuda::fill_tail(args.out, 1, args.cu_seqlens_q, 0.0, ctx);
+    cuda::fill_tail(args.lse, 2, args.cu_seqlens_q, -std::numeric_limits<double>::infinity(), ctx);
+  }
+#endif
 }
 
 void attention_backward(const AttentionBackwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
@@ -171,8 +205,16 @@ void attention_backward(const AttentionBackwardArgs& args, std::string_view want
     check_shape(view, name, lse_shape(args.q), op);
   }
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
+  remember(problem, kPass, variant);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
   variant.backward(args, workspace.data(), ctx);
+#if HEDDLE_WITH_CUDA
+  if (problem.is_varlen && problem.device.is_cuda()) {
+    cuda::fill_tail(args.dq, 1, args.cu_seqlens_q, 0.0, ctx);
+    cuda::fill_tail(args.dk, 1, args.cu_seqlens_k, 0.0, ctx);
+    cuda::fill_tail(args.dv, 1, args.cu_seqlens_k, 0.0, ctx);
+  }
+#endif
 }
 
 }  // namespace heddle

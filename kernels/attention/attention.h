@@ -1,9 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <ostream>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/view.h"
@@ -32,7 +34,8 @@ namespace heddle {
 //   max_seqlen_q, max_seqlen_k  no sequence is longer; ignored without cu_seqlens
 // Rows past the last sequence belong to nobody: out and gradients there are 0, lse is -inf, and what q, k, v and dout hold
 // there reaches nothing.
-// Throws heddle::Error if a value of cu_seqlens on the CPU breaks this; values on a GPU are not read by the host.
+// Throws heddle::Error if a value of cu_seqlens on the CPU breaks this. On a GPU, whose values the host never reads, it becomes a
+// fault (device_cuda.h, Note: Faults).
 struct AttentionForwardArgs {
   ConstView q;
   ConstView k;
@@ -105,7 +108,7 @@ struct AttentionSupport {
   std::string reason;  // why not, and what to do
 };
 
-// One implementation. Saved state is common to all: any variant's backward takes any variant's forward.
+// One implementation. A CUDA variant leaves rows past the last sequence alone: its caller clears them. Saved state is common to all: any variant's backward takes any variant's forward.
 struct AttentionVariant {
   std::string_view name;
   AttentionSupport (*supports)(const AttentionProblem& problem, AttentionPass pass);
@@ -121,6 +124,29 @@ std::span<const AttentionVariant> attention_variants();
 // Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason), and when no
 // variant can (with the reason of each).
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
+
+// Which variant ran a kind of problem. Lengths are not part of it: they change with every batch.
+struct AttentionChoice {
+  AttentionPass pass = AttentionPass::forward;
+  std::string_view variant;
+  Device device = kCpu;
+  DType dtype = DType::f32;
+  std::int64_t Hq = 0;
+  std::int64_t Hkv = 0;
+  std::int64_t D = 0;
+  bool is_causal = false;
+  bool is_varlen = false;
+  bool deterministic = false;
+
+  friend bool operator==(const AttentionChoice&, const AttentionChoice&) = default;
+};
+
+// "attention forward: sm90 on cuda:0 (bfloat16, 16 query and 8 key heads of size 64, causal)"
+std::ostream& operator<<(std::ostream& out, const AttentionChoice& choice);
+
+// What the calling thread's calls below have run on since the thread began or forgot: each choice once, the oldest first.
+const std::vector<AttentionChoice>& attention_choices();
+void forget_attention_choices();
 
 // Both throw heddle::Error when a shape, dtype, device, stride or the scale breaks the contracts above.
 void attention_forward(const AttentionForwardArgs& args, std::string_view wanted, const ExecContext& ctx);

@@ -1,10 +1,9 @@
 #include "kernels/attention/attention_sm80.h"
 
 #include <algorithm>
-#include <limits>
 #include <numbers>
 
-#include "kernels/attention/sequence_tail.h"
+#include "kernels/attention/attention_sm80_f32.h"
 #include "kernels/attention/tile_sm80.h"
 #include "kernels/elementwise/elementwise.h"
 #include "kernels/runtime/allocator.h"
@@ -156,8 +155,9 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
   const DeviceInfo& info = device_info(problem.device.index);
   if (info.capability < kCapability)
     return {false, concat_text("it needs compute capability 8.0, the device has ", info.capability / 10, ".", info.capability % 10)};
+  if (problem.dtype == DType::f32) return {true, ""};
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
-    return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
+    return {false, concat_text("it takes float32, bfloat16 and float16, not ", problem.dtype)};
   if (problem.D % 8 != 0) return {false, concat_text("it takes head sizes that are multiples of 8, not ", problem.D)};
   const int needed = shared_bytes(problem.D, pass);
   if (needed > info.shared_bytes_per_block)
@@ -167,17 +167,15 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
 
 std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass) {
   if (pass == AttentionPass::forward) return 0;
+  if (problem.dtype == DType::f32) return backward_workspace_bytes_f32(problem);
   const PaddedRows rows = problem.is_varlen ? PaddedRows::ragged(problem.B, problem.Sq, problem.Tq, nullptr, kDqBlock)
                                             : PaddedRows::dense(problem.B, problem.Sq, kDqBlock);
   return BackwardWorkspace(rows, problem.Hq, problem.D, problem.deterministic).bytes;
 }
 
 void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
+  if (args.q.dtype == DType::f32) return forward_f32(args, ctx);
   const Sequences all = sequences(args);
-  if (all.cu_seqlens_q != nullptr) {
-    fill_tail(args.out, 1, args.cu_seqlens_q, 0.0, ctx);
-    fill_tail(args.lse, 2, args.cu_seqlens_q, -std::numeric_limits<double>::infinity(), ctx);
-  }
   if (args.q.numel() == 0 || all.count == 0 || all.longest_q == 0) return;
   const Aligned q(args.q, ctx), k(args.k, ctx), v(args.v, ctx), out(args.out);
   const std::int64_t Hq = args.q.shape[2], D = args.q.shape[3], group = Hq / args.k.shape[2];
@@ -198,12 +196,8 @@ void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
 }
 
 void backward(const AttentionBackwardArgs& args, void* memory, const ExecContext& ctx) {
+  if (args.q.dtype == DType::f32) return backward_f32(args, memory, ctx);
   const Sequences all = sequences(args);
-  if (all.cu_seqlens_q != nullptr) {
-    fill_tail(args.dq, 1, args.cu_seqlens_q, 0.0, ctx);
-    fill_tail(args.dk, 1, args.cu_seqlens_k, 0.0, ctx);
-    fill_tail(args.dv, 1, args.cu_seqlens_k, 0.0, ctx);
-  }
   if (all.count == 0) return;
   const std::int64_t Hq = args.q.shape[2], D = args.q.shape[3];
   const PaddedRows rows = all.cu_seqlens_q == nullptr

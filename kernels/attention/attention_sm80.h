@@ -6,7 +6,7 @@
 #include "kernels/attention/params_sm80.h"
 
 // The portable tensor-core variant: mma.sync, ldmatrix and cp.async, for compute capability 8.0 and later. bfloat16 and
-// float16, head sizes up to 256 in multiples of 8.
+// float16, head sizes up to 256 in multiples of 8; float32 by kernels of its own (attention_sm80_f32.h), any head size.
 
 namespace heddle::cuda::sm80 {
 

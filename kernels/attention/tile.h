@@ -16,7 +16,7 @@ struct Span {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 
-  std::int64_t size() const { return end - begin; }
+  constexpr std::int64_t size() const { return end - begin; }
   friend bool operator==(const Span&, const Span&) = default;
 };
 
@@ -30,40 +30,40 @@ struct AttentionMask {
   bool is_causal = false;
 
   // Row `row` sees the keys [0, visible_keys(row)).
-  std::int64_t visible_keys(std::int64_t row) const {
+  constexpr std::int64_t visible_keys(std::int64_t row) const {
     return is_causal ? std::clamp<std::int64_t>(row + 1 + Sk - Sq, 0, Sk) : Sk;
   }
   // Key `key` is seen by the rows [first_query(key), Sq).
-  std::int64_t first_query(std::int64_t key) const {
+  constexpr std::int64_t first_query(std::int64_t key) const {
     return is_causal ? std::clamp<std::int64_t>(key + Sq - Sk, 0, Sq) : 0;
   }
 };
 
 // Number of tiles, the last possibly ragged, and the range that tile `index` covers.
-inline std::int64_t tile_count(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
-inline Span tile_span(std::int64_t index, std::int64_t tile, std::int64_t length) {
+constexpr std::int64_t tile_count(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
+constexpr Span tile_span(std::int64_t index, std::int64_t tile, std::int64_t length) {
   return {index * tile, std::min((index + 1) * tile, length)};
 }
 
 // The key tiles that a tile of query rows visits, and the query tiles that a tile of keys visits: those with at least one
 // visible pair.
-inline Span visited_key_tiles(const AttentionMask& mask, AttentionTile tile, Span queries) {
+constexpr Span visited_key_tiles(const AttentionMask& mask, AttentionTile tile, Span queries) {
   return {0, tile_count(mask.visible_keys(queries.end - 1), tile.key)};
 }
-inline Span visited_query_tiles(const AttentionMask& mask, AttentionTile tile, Span keys) {
+constexpr Span visited_query_tiles(const AttentionMask& mask, AttentionTile tile, Span keys) {
   return {mask.first_query(keys.begin) / tile.query, tile_count(mask.Sq, tile.query)};
 }
 
 // The keys of a tile that a row sees, and the rows of a tile that see a key, counted from the start of the tile.
-inline Span local_keys(const AttentionMask& mask, std::int64_t row, Span keys) {
+constexpr Span local_keys(const AttentionMask& mask, std::int64_t row, Span keys) {
   return {0, std::clamp<std::int64_t>(mask.visible_keys(row) - keys.begin, 0, keys.size())};
 }
-inline Span local_queries(const AttentionMask& mask, std::int64_t key, Span queries) {
+constexpr Span local_queries(const AttentionMask& mask, std::int64_t key, Span queries) {
   return {std::clamp<std::int64_t>(mask.first_query(key) - queries.begin, 0, queries.size()), queries.size()};
 }
 
 // Whether a visited pair of tiles straddles the diagonal, so that some of its pairs are hidden.
-inline bool straddles(const AttentionMask& mask, Span queries, Span keys) {
+constexpr bool straddles(const AttentionMask& mask, Span queries, Span keys) {
   return mask.visible_keys(queries.begin) < keys.end;
 }
 

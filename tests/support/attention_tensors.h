@@ -23,7 +23,10 @@ struct Guarded {
   bool is_intact() const {
     const Tensor host = whole.device().is_cpu() ? whole.clone() : whole.to(kCpu);
     host.alias(part.shape(), part.strides(), part.storage_offset()).fill_(std::numeric_limits<double>::quiet_NaN());
-    return std::ranges::all_of(host.to_doubles(), [](double value) { return std::isnan(value); });
+    return dispatch_float(host.dtype(), "is_intact", [&]<typename T>(std::type_identity<T>) {
+      const T* values = host.view().as<T>();
+      return std::all_of(values, values + host.numel(), [](T value) { return std::isnan(static_cast<double>(value)); });
+    });
   }
 };
 
