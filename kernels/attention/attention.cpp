@@ -13,6 +13,7 @@
 #include "kernels/attention/sequence_tail.h"
 #endif
 #include "kernels/runtime/allocator.h"
+#include "kernels/runtime/dispatch.h"
 
 namespace heddle {
 namespace {
@@ -174,6 +175,7 @@ void attention_forward(const AttentionForwardArgs& args, std::string_view wanted
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
   remember(problem, kPass, variant);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
+  make_current(ctx);
   variant.forward(args, workspace.data(), ctx);
 #if HEDDLE_WITH_CUDA
   if (problem.is_varlen && problem.device.is_cuda()) {
@@ -207,6 +209,7 @@ void attention_backward(const AttentionBackwardArgs& args, std::string_view want
   const AttentionVariant& variant = select_attention(problem, kPass, wanted);
   remember(problem, kPass, variant);
   const Buffer workspace(variant.workspace_bytes(problem, kPass), problem.device);
+  make_current(ctx);
   variant.backward(args, workspace.data(), ctx);
 #if HEDDLE_WITH_CUDA
   if (problem.is_varlen && problem.device.is_cuda()) {

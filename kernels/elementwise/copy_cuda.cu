@@ -84,7 +84,7 @@ MutView dense_view(const Buffer& memory, const ConstView& like) {
 }
 
 // Across the bus go dense bytes of the source's dtype; strides, broadcasting and conversion are dealt with at either end.
-// Pageable host memory may be reused as soon as the call returns: the runtime stages it. A copy to the host waits for it.
+// A copy to the host waits for it.
 void copy_between(const CopyArgs& args, const ExecContext& ctx) {
   const ExecContext host;
   const auto copy_in = [&](const CopyArgs& part) { part.out.device.is_cpu() ? cpu::copy(part, host) : copy_on_device(part, ctx); };
@@ -102,8 +102,12 @@ void copy_between(const CopyArgs& args, const ExecContext& ctx) {
     out_memory = Buffer(static_cast<std::int64_t>(nbytes_of(source)), target.device);
     target = dense_view(out_memory, source);
   }
-  HEDDLE_CUDA_CHECK(cudaMemcpyAsync(target.data, source.data, nbytes_of(source), cudaMemcpyDefault, stream_of(ctx)));
-  if (target.device.is_cpu()) synchronise(ctx.device.index);
+  if (target.device.is_cuda()) {
+    upload(target.data, source.data, static_cast<std::int64_t>(nbytes_of(source)), ctx.device.index);
+  } else {
+    HEDDLE_CUDA_CHECK(cudaMemcpyAsync(target.data, source.data, nbytes_of(source), cudaMemcpyDeviceToHost, stream_of(ctx)));
+    synchronise(ctx.device.index);
+  }
   if (!is_direct) copy_in({.source = target, .out = args.out, .write = args.write});
 }
 

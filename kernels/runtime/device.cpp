@@ -37,4 +37,11 @@ DeviceSupport device_support(Device device) {
 #endif
 }
 
+std::int64_t wait_count([[maybe_unused]] Device device) {
+#if HEDDLE_WITH_CUDA
+  if (device.is_cuda()) return cuda::wait_count(device.index);
+#endif
+  return 0;
+}
+
 }  // namespace heddle

@@ -34,4 +34,8 @@ struct DeviceSupport {
 };
 DeviceSupport device_support(Device device);
 
+// How often the host has waited for the device's work since the process started. A training step that is not logged adds
+// nothing to it.
+std::int64_t wait_count(Device device);
+
 }  // namespace heddle

@@ -1,13 +1,16 @@
 #include "kernels/runtime/device_cuda.h"
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string_view>
 #include <utility>
 
 #include "kernels/runtime/cuda_check.h"
+#include "kernels/runtime/probe_cuda.h"
 
 namespace heddle::cuda {
 namespace {
@@ -32,6 +35,14 @@ int device_count(std::string& reason) {
   return 0;
 }
 
+// A ring of pinned buffers, each with the event after its last copy.
+struct UploadRing {
+  std::mutex mutex;
+  std::byte* memory = nullptr;
+  std::array<cudaEvent_t, kUploads> events{};
+  int next = 0;
+};
+
 // Per-device state, made on first use and kept until the process ends.
 struct DeviceState {
   std::once_flag once;
@@ -39,7 +50,20 @@ struct DeviceState {
   cudaStream_t stream = nullptr;
   unsigned* counters = nullptr;
   FaultSlot faults;
+  UploadRing uploads;
+  std::atomic<std::int64_t> waits{0};
 };
+
+// Whether the driver finds code of this build for the device, in machine code or in PTX that it can compile.
+cudaError_t find_kernel_image(int index) {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaError_t status = cudaSetDevice(index);
+  if (status == cudaSuccess) status = load_probe();
+  cudaGetLastError();
+  cudaSetDevice(before);
+  return status;
+}
 
 int attribute(cudaDeviceAttr name, int index) {
   int value = 0;
@@ -65,6 +89,8 @@ void set_up(DeviceState& state, int index) {
   HEDDLE_CUDA_CHECK(cudaMemset(state.faults.claimed, 0, sizeof(unsigned)));
   HEDDLE_CUDA_CHECK(cudaMallocHost(&state.faults.fault, sizeof(Fault)));
   *state.faults.fault = {};
+  HEDDLE_CUDA_CHECK(cudaMallocHost(&state.uploads.memory, kUploads * kUploadBytes));
+  for (cudaEvent_t& event : state.uploads.events) HEDDLE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
 }
 
 DeviceState& state_of(int index) {
@@ -87,8 +113,15 @@ DeviceSupport device_support(int index) {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
   if (10 * major + minor < kLeastCapability)
     return {false, concat_text("compute capability ", major, ".", minor, " is below 8.0, the oldest this build has kernels for")};
-  return {true, ""};
+  const cudaError_t status = find_kernel_image(index);
+  if (status == cudaSuccess) return {true, ""};
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion)
+    return {false, concat_text("this build has kernels for " HEDDLE_CUDA_ARCHITECTURES ", the device is ", 10 * major + minor,
+                               "; build with -DCMAKE_CUDA_ARCHITECTURES=", 10 * major + minor)};
+  return {false, concat_text("the device cannot be used: ", cudaGetErrorString(status))};
 }
+
+void use_device(int index) { HEDDLE_CUDA_CHECK(cudaSetDevice(index)); }
 
 const DeviceInfo& device_info(int index) { return state_of(index).info; }
 
@@ -107,10 +140,32 @@ void* allocate(std::int64_t nbytes, int index) {
   return memory;
 }
 
+void upload(void* to, const void* from, std::int64_t nbytes, int index) {
+  DeviceState& state = state_of(index);
+  const auto size = static_cast<std::size_t>(nbytes);
+  if (nbytes > kUploadBytes) {
+    state.waits += 1;
+    HEDDLE_CUDA_CHECK(cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, state.stream));
+    return;
+  }
+  UploadRing& ring = state.uploads;
+  const std::lock_guard lock(ring.mutex);
+  const int slot = std::exchange(ring.next, (ring.next + 1) % kUploads);
+  cudaEvent_t event = ring.events[static_cast<std::size_t>(slot)];
+  HEDDLE_CUDA_CHECK(cudaEventSynchronize(event));
+  std::byte* pinned = ring.memory + slot * kUploadBytes;
+  std::memcpy(pinned, from, size);
+  HEDDLE_CUDA_CHECK(cudaMemcpyAsync(to, pinned, size, cudaMemcpyHostToDevice, state.stream));
+  HEDDLE_CUDA_CHECK(cudaEventRecord(event, state.stream));
+}
+
 FaultSlot fault_slot(int index) { return state_of(index).faults; }
 
+std::int64_t wait_count(int index) { return state_of(index).waits; }
+
 void synchronise(int index) {
-  const DeviceState& state = state_of(index);
+  DeviceState& state = state_of(index);
+  state.waits += 1;
   HEDDLE_CUDA_CHECK(cudaStreamSynchronize(state.stream));
   const Fault fault = std::exchange(*state.faults.fault, Fault{});
   if (fault.describe == nullptr) return;

@@ -16,6 +16,9 @@ namespace heddle::cuda {
 // Never throws: no driver, a driver too old, no such device or no code for it come back as the reason.
 DeviceSupport device_support(int index);
 
+// Makes the device the one that the calling thread's launches and allocations go to.
+void use_device(int index);
+
 struct DeviceInfo {
   int multiprocessors = 0;
   int capability = 0;  // 10 * major + minor
@@ -33,6 +36,12 @@ unsigned* schedule_counters(int index);
 void* allocate(std::int64_t nbytes, int index);
 void release(void* memory, int index) noexcept;
 
+// Copies host memory to the device in stream order; `from` may be reused at once. Up to kUploadBytes it never waits for the
+// device, unless kUploads of them are under way: the bytes go through pinned memory, where the copy engine can fetch them later.
+inline constexpr std::int64_t kUploadBytes = std::int64_t{1} << 20;
+inline constexpr int kUploads = 16;
+void upload(void* to, const void* from, std::int64_t nbytes, int index);
+
 // Note: Faults
 // A kernel cannot throw, and no step may wait for one. A kernel that meets a value it cannot use (a token id outside the
 // vocabulary) poisons its output with NaN and reports the value through the device's fault slot; the first report is kept. It
@@ -49,5 +58,6 @@ FaultSlot fault_slot(int index);
 
 // Waits for all work of the device. Throws a reported fault, once.
 void synchronise(int index);
+std::int64_t wait_count(int index);
 
 }  // namespace heddle::cuda

@@ -3,10 +3,28 @@
 #include "kernels/runtime/check.h"
 #include "kernels/runtime/context.h"
 
-// The one CPU/CUDA switch: HEDDLE_DISPATCH(ctx, softmax, args) calls cpu::softmax(args, ctx) or cuda::softmax(args, ctx).
-// A build without CUDA names no cuda:: symbol, so it needs no stubs.
 #if HEDDLE_WITH_CUDA
-#define HEDDLE_DISPATCH(ctx, fn, args) ((ctx).device.is_cuda() ? cuda::fn(args, ctx) : cpu::fn(args, ctx))
+namespace heddle::cuda {
+void use_device(int index);  // device_cuda.h
+}
+#endif
+
+namespace heddle {
+
+// Makes the context's device the one that the calling thread launches on.
+inline void make_current([[maybe_unused]] const ExecContext& ctx) {
+#if HEDDLE_WITH_CUDA
+  if (ctx.device.is_cuda()) cuda::use_device(ctx.device.index);
+#endif
+}
+
+}  // namespace heddle
+
+// The one CPU/CUDA switch: HEDDLE_DISPATCH(ctx, softmax, args) calls cpu::softmax(args, ctx) or, with the context's device
+// current, cuda::softmax(args, ctx). A build without CUDA names no cuda:: symbol, so it needs no stubs.
+#if HEDDLE_WITH_CUDA
+#define HEDDLE_DISPATCH(ctx, fn, args) \
+  (::heddle::make_current(ctx), (ctx).device.is_cuda() ? cuda::fn(args, ctx) : cpu::fn(args, ctx))
 #else
 #define HEDDLE_DISPATCH(ctx, fn, args)                                                                 \
   do {                                                                                                 \
