@@ -36,6 +36,10 @@ void norm(const NormArgs& args, const ExecContext& ctx) {
   check_vector(args.kind, "weight", args.x, args.weight, false);
   check_vector(args.kind, "bias", args.x, args.bias, false);
   check_statistics(args.kind, args.x, args.mean, args.rstd);
+  if (args.residual.defined()) {
+    check_rows(args.kind, args.x, args.residual);
+    check_rows(args.kind, args.x, args.sum);
+  }
   HEDDLE_CHECK(args.eps > 0.0, name_of(args.kind), ": eps must be > 0, got ", args.eps);
   HEDDLE_DISPATCH(ctx, norm, args);
 }
@@ -43,6 +47,7 @@ void norm(const NormArgs& args, const ExecContext& ctx) {
 void norm_backward(const NormBackwardArgs& args, const ExecContext& ctx) {
   check_rows(args.kind, args.x, args.dout);
   if (args.dx.defined()) check_rows(args.kind, args.x, args.dx);
+  if (args.dsum.defined()) check_rows(args.kind, args.x, args.dsum);
   check_vector(args.kind, "weight", args.x, args.weight, false);
   check_vector(args.kind, "dweight", args.x, args.dweight, true);
   check_vector(args.kind, "dbias", args.x, args.dbias, true);

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kernels/elementwise/elementwise.h"
 #include "kernels/elementwise/row_cpu.h"
 
 namespace heddle::cpu {
@@ -37,10 +38,10 @@ struct NormBackward {
   const NormBackwardArgs& args;
   std::int64_t N;
   std::vector<A> weight_values;
-  RowScratch<A> scratch;  // x, dout, xhat, dx
+  RowScratch<A> scratch;  // x, dout, xhat, dx, dsum
 
   explicit NormBackward(const NormBackwardArgs& a)
-      : args(a), N(a.x.shape[1]), weight_values(read_vector<T>(a.weight, N, A(1))), scratch(N, 4) {}
+      : args(a), N(a.x.shape[1]), weight_values(read_vector<T>(a.weight, N, A(1))), scratch(N, 5) {}
 
   void add_row(std::int64_t r, MutRow<A> dweight, MutRow<A> dbias) const {
     const bool is_layer = args.kind == NormKind::layer;
@@ -61,6 +62,8 @@ struct NormBackward {
     const A mean_g = is_layer ? dx.mean() : A(0);
     const A mean_gx = (dx * xhat).mean();
     dx = rstd * (dx - mean_g - xhat * mean_gx);
+    if (args.dsum.defined())
+      dx += Row<A>(read_row(args.dsum.as<T>() + r * args.dsum.strides[0], args.dsum.strides[1], N, scratch.row(4)), N);
     write_row(dx.data(), to, args.dx.strides[1], N);
   }
 };
@@ -87,7 +90,14 @@ void norm_backward_typed(const NormBackwardArgs& args) {
 
 }  // namespace
 
-void norm(const NormArgs& args, const ExecContext&) {
+void norm(const NormArgs& args, const ExecContext& ctx) {
+  if (args.residual.defined()) {
+    heddle::binary({.op = BinaryOp::add, .a = args.x, .b = args.residual, .out = args.sum}, ctx);
+    NormArgs of_sum = args;
+    of_sum.x = args.sum;
+    of_sum.residual = {};
+    return cpu::norm(of_sum, ctx);
+  }
   dispatch_float(args.x.dtype, "norm", [&](auto tag) { norm_typed<typename decltype(tag)::type>(args); });
 }
 
