@@ -68,8 +68,7 @@ void accumulate(Tensor& slot, Tensor grad) {
     slot = std::move(grad);
     return;
   }
-  const bool only_ours = slot.impl_ptr().use_count() == 1 && slot.storage().use_count() == 1 && slot.is_contiguous();
-  if (only_ours) {
+  if (is_only_owner(slot)) {
     slot.add_(grad);
   } else {
     slot = add(slot, grad);
@@ -110,6 +109,12 @@ void run_backward(const Tensor& root, const Tensor& gradient, bool retain_graph)
     {
       // Moved out so that a node holds the last reference to its gradients and may hand them on.
       const std::vector<Tensor> grads = std::move(pending[&node].grads);
+      Node::Run run{.is_last = !retain_graph};
+      for (const Edge& edge : node.edges()) {
+        const bool is_summed = edge && as_accumulate(edge) == nullptr;
+        run.gradients_so_far.push_back(is_summed ? &pending[edge.node.get()].grads[static_cast<std::size_t>(edge.slot)] : nullptr);
+      }
+      node.set_run(std::move(run));
       input_grads = run_node(node, grads);
     }
     for (std::size_t i = 0; i < input_grads.size(); ++i) {

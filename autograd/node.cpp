@@ -64,6 +64,21 @@ int Node::save(std::string_view label, const Tensor& tensor) {
 
 Tensor Node::saved(int index) const { return saved_[static_cast<std::size_t>(index)].unpack(name_); }
 
+Tensor Node::reusable(int index) const {
+  const SavedTensor& candidate = saved_[static_cast<std::size_t>(index)];
+  return run_.is_last && is_only_owner(candidate.tensor()) ? candidate.unpack(name_) : Tensor();
+}
+
+Tensor Node::take_gradient_so_far(int index) {
+  Tensor* slot = run_.gradients_so_far[static_cast<std::size_t>(index)];
+  if (slot == nullptr || !slot->defined() || !is_only_owner(*slot)) return {};
+  return std::exchange(*slot, Tensor());
+}
+
+bool is_only_owner(const Tensor& tensor) {
+  return tensor.impl_ptr().use_count() == 1 && tensor.storage().use_count() == 1 && tensor.is_contiguous();
+}
+
 AccumulateGrad::AccumulateGrad(const Tensor& leaf) : Node("accumulate_grad"), leaf_(leaf) { add_output(leaf); }
 
 DType AccumulateGrad::grad_dtype() const { return leaf_.impl().meta->grad_dtype; }
@@ -83,9 +98,8 @@ void AccumulateGrad::add(Tensor incoming) {
     grad.add_(incoming);
     return;
   }
-  const bool only_ours = incoming.impl_ptr().use_count() == 1 && incoming.storage().use_count() == 1;
-  const bool dense = incoming.is_contiguous() && incoming.nbytes() == incoming.storage()->nbytes();
-  if (only_ours && dense && incoming.dtype() == grad_dtype()) {
+  const bool is_whole = incoming.nbytes() == incoming.storage()->nbytes();
+  if (is_only_owner(incoming) && is_whole && incoming.dtype() == grad_dtype()) {
     leaf_.set_grad(incoming);
     return;
   }

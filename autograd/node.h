@@ -46,6 +46,13 @@ class Node {
   // it was written straight to its destination. An output that received no gradient comes in undefined.
   virtual std::vector<Tensor> backward(const std::vector<Tensor>& grads) = 0;
 
+  // What the node may use up while it runs; set by the engine before every backward.
+  struct Run {
+    bool is_last = false;                      // nothing will unpack the saved tensors after it
+    std::vector<Tensor*> gradients_so_far = {};  // one an edge: where gradients of that input are summed; null for a leaf
+  };
+  void set_run(Run run) { run_ = std::move(run); }
+
   // Drops everything saved. Called by the engine after the node ran, unless the graph is retained.
   void release();
   bool released() const { return released_; }
@@ -67,6 +74,11 @@ class Node {
   // Keeps a tensor for backward; returns its index for saved(). `label` must be a string literal.
   int save(std::string_view label, const Tensor& tensor);
   Tensor saved(int index) const;
+  // A saved tensor whose memory the node may overwrite, or undefined: it can in the last run, if nobody else holds the memory.
+  Tensor reusable(int index) const;
+  // The gradient that input `index` has had from other nodes of this run, for a kernel that adds to it: what the node then returns
+  // for that input is the sum. Undefined where there is none yet or its memory is shared.
+  Tensor take_gradient_so_far(int index);
   // Whether input `index` wants a gradient.
   bool needs(int index) const { return static_cast<bool>(edges_[static_cast<std::size_t>(index)]); }
 
@@ -74,6 +86,7 @@ class Node {
   std::string_view name_;
   std::uint64_t sequence_;
   bool released_ = false;
+  Run run_;
   std::vector<Edge> edges_;
   std::vector<GradSpec> outputs_;
   std::vector<SavedTensor> saved_;
@@ -100,6 +113,9 @@ class AccumulateGrad final : public Node {
  private:
   Tensor leaf_;
 };
+
+// Whether a dense tensor can be overwritten unseen: this handle is the only one on its memory.
+bool is_only_owner(const Tensor& tensor);
 
 // The AccumulateGrad behind an edge, or null if the edge leads elsewhere.
 AccumulateGrad* as_accumulate(const Edge& edge);

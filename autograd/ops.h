@@ -85,6 +85,13 @@ Tensor log_softmax(const Tensor& x, int dim = -1);
 Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps);
 // y = x / sqrt(mean(x^2) + eps) * weight. x [..., N]; weight [N], may be undefined. eps > 0. Zhang and Sennrich 2019, equation 4.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+// sum = x + residual, of equal shapes, and y the norm of sum: one pass over memory forward, and one backward.
+struct AddNormResult {
+  Tensor sum;
+  Tensor y;
+};
+AddNormResult add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, double eps);
+AddNormResult add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps);
 
 // --- Transformer ---
 // Rows of weight [V, C] at ids (int64 or int32, any shape) -> [ids..., C]. An id outside [0, V) is an error that names it

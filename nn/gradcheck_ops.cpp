@@ -162,6 +162,12 @@ std::vector<OpCase> layer_ops() {
       {"layer_norm", "NormNode", {{2, 3, 5}, {5}, {5}}, [](const Inputs& in) { return layer_norm(in[0], in[1], in[2], 1e-5); }},
       {"rms_norm", "NormNode", {{2, 3, 5}}, [](const Inputs& in) { return rms_norm(in[0], {}, 1e-6); }},
       {"rms_norm", "NormNode", {{2, 3, 5}, {5}}, [](const Inputs& in) { return rms_norm(in[0], in[1], 1e-6); }},
+      {"add_layer_norm", "NormNode", {{2, 3, 5}, {2, 3, 5}, {5}, {5}},
+       [](const Inputs& in) {
+         const auto [sum, y] = add_layer_norm(in[0], in[1], in[2], in[3], 1e-5);
+         return concat({sum, y}, 0);
+       }},
+      {"add_rms_norm", "NormNode", {{2, 3, 5}, {2, 3, 5}, {5}}, [](const Inputs& in) { return add_rms_norm(in[0], in[1], in[2], 1e-6).y; }},
       {"embedding", "EmbeddingNode", {{6, 3}}, [=](const Inputs& in) { return embedding(in[0], ids); }},
       {"embedding", "EmbeddingNode", {{6, 3}}, [=](const Inputs& in) {
          // Rows of the padding id are masked out: they have values but no gradient.

@@ -95,12 +95,29 @@ std::vector<OpCase> op_cases() {
       {"softmax_masked", {cube}, -4, 4, [=](const Inputs& x) { return softmax(masked_fill(x[0], mask_like(x[0], {5, 1}), kMinusInfinity)); }},
       {"layer_norm", {cube, {16}, {16}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
       {"layer_norm_long", {{150, 1300}, {1300}, {1300}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
+      // Rows of each kind: in the registers of a warp, of a block, and too long for either.
+      {"layer_norm_warp", {{70, 256}, {256}, {256}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
+      {"layer_norm_warp_of_packs", {{70, 768}, {768}, {768}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
+      {"rms_norm_block", {{37, 4096}, {4096}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
+      {"rms_norm_very_long", {{5, 9000}, {9000}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
+      {"add_layer_norm", {{40, 1280}, {40, 1280}, {1280}, {1280}}, -2, 2,
+       [](const Inputs& x) {
+         const auto [sum, y] = add_layer_norm(x[0], x[1], x[2], x[3], 1e-5);
+         return concat({sum, y}, 0);
+       }},
+      {"add_rms_norm", {{33, 41}, {33, 41}, {41}}, -2, 2,
+       [](const Inputs& x) {
+         const auto [sum, y] = add_rms_norm(x[0], x[1], x[2], 1e-6);
+         return concat({sum, y}, 0);
+       }},
       {"layer_norm_plain", {cube}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], {}, {}, 1e-5); }},
       {"rms_norm", {{150, 40}, {40}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
       {"embedding", {{11, 40}}, -2, 2, [](const Inputs& x) { return embedding(x[0], ids_like(x[0], 300, 11)); }},
       {"embedding_padded", {{50, 7}}, -2, 2, [](const Inputs& x) { return embedding(x[0], ids_like(x[0], 60, 50), /*padding_idx=*/8); }},
       {"rope", {{2, 5, 3, 8}}, -2, 2, [](const Inputs& x) { return rope(x[0], ids_like(x[0], 5, 1000)); }},
       {"cross_entropy", {{33, 50}}, -4, 4, [](const Inputs& x) { return cross_entropy(x[0], labels_like(x[0], 33, 50)); }},
+      {"cross_entropy_packs", {{33, 2048}}, -4, 4, [](const Inputs& x) { return cross_entropy(x[0], labels_like(x[0], 33, 2048)); }},
+      {"cross_entropy_short_packs", {{33, 256}}, -4, 4, [](const Inputs& x) { return cross_entropy(x[0], labels_like(x[0], 33, 256)); }},
       {"cross_entropy_long", {{9, 5003}}, -4, 4,
        [](const Inputs& x) { return cross_entropy(x[0], labels_like(x[0], 9, 5003), {.reduction = LossReduction::sum}); }},
       {"concat", {{3, 5}, {3, 4}}, -2, 2, [](const Inputs& x) { return concat({x[0], x[1]}, 1); }},

@@ -17,9 +17,10 @@ struct CrossEntropyNode final : Node {
   }
 
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
+    const Tensor reused = reusable(0);  // a second logits-sized buffer would be the largest of the whole step
     const Tensor logits = saved(0), labels = saved(1), lse = saved(2), valid = saved(3);
     const Tensor rows = reshape(logits, {labels.numel(), logits.size(-1)});
-    const Tensor dlogits = Tensor::empty(rows.shape(), logits.dtype(), logits.device());
+    const Tensor dlogits = reused.defined() ? rows : Tensor::empty(rows.shape(), logits.dtype(), logits.device());
     cross_entropy_backward({.logits = rows.view(),
                             .labels = labels.view(),
                             .ignore_index = options_.ignore_index,

@@ -70,11 +70,21 @@ struct LinearNode final : Node {
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
     const Tensor dout = as_rows(grads[0]);  // [rows, out]
     Tensor dx;
-    if (needs(0)) dx = reshape(product(dout, saved(weight_), {dout.size(0), weight_shape_[1]}), x_shape_);
+    if (needs(0)) dx = input_gradient(dout);
     return {dx, needs(1) ? weight_gradient(dout) : Tensor(), needs(2) ? bias_gradient(dout) : Tensor()};
   }
 
  private:
+  // dx = dout weight, added to what other readers of x have sent.
+  Tensor input_gradient(const Tensor& dout) {
+    Tensor dx = take_gradient_so_far(0);
+    const Write write = dx.defined() ? Write::accumulate : Write::assign;
+    if (!dx.defined()) dx = Tensor::empty(x_shape_, dout.dtype(), dout.device());
+    const Tensor rows = as_rows(dx);
+    gemm({.a = dout.view(), .b = saved(weight_).view(), .c = rows.mutable_view(), .write = write}, device_context(dout.device()));
+    return dx;
+  }
+
   // dweight = dout^T x.
   Tensor weight_gradient(const Tensor& dout) const {
     const Tensor x = as_rows(saved(x_));  // [rows, in]

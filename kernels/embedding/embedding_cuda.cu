@@ -30,23 +30,43 @@ Ids ids_of(const ConstView& ids) { return {ids.data, ids.dtype == DType::i64}; }
 // Threads that move a row: few, since rows are short and many are under way.
 constexpr int kGatherBlock = 64;
 
-// A block a row. An id outside [0, V) gives a row of NaN and a fault.
 template <typename T>
-__global__ void gather_kernel(Ids ids, std::int64_t n, std::int64_t V, std::int64_t C, const T* weight, std::int64_t weight_row,
-                              std::int64_t weight_column, T* out, std::int64_t out_row, std::int64_t out_column, FaultSlot faults, Fault fault) {
-  for (std::int64_t i = blockIdx.x; i < n; i += gridDim.x) {
-    const std::int64_t id = ids.at(i);
-    const bool is_inside = id >= 0 && id < V;
+struct GatherTask {
+  Ids ids;
+  std::int64_t n, V, C;
+  const T* weight;
+  std::int64_t weight_row, weight_column;
+  T* out;
+  std::int64_t out_row, out_column;
+};
+
+// A block a row, `width` elements a thread at a time. An id outside [0, V) gives a row of NaN and a fault.
+template <int width, typename T>
+__global__ void gather_kernel(const __grid_constant__ GatherTask<T> task, FaultSlot faults, Fault fault) {
+  for (std::int64_t i = blockIdx.x; i < task.n; i += gridDim.x) {
+    const std::int64_t id = task.ids.at(i);
+    const bool is_inside = id >= 0 && id < task.V;
     if (!is_inside && threadIdx.x == 0) {
       fault.value = id;
       fault.position = i;
       report(faults, fault);
     }
-    const T* from = weight + (is_inside ? id : 0) * weight_row;
-    T* to = out + i * out_row;
-    for (std::int64_t c = threadIdx.x; c < C; c += blockDim.x)
-      to[c * out_column] = is_inside ? from[c * weight_column] : convert<T>(nanf(""));
+    const T* from = task.weight + (is_inside ? id : 0) * task.weight_row;
+    T* to = task.out + i * task.out_row;
+    for (std::int64_t c = width * threadIdx.x; c < task.C; c += width * kGatherBlock) {
+      Pack<T, width> pack;
+      if (is_inside) pack = *reinterpret_cast<const Pack<T, width>*>(from + c * task.weight_column);
+      else
+        for (T& value : pack.at) value = convert<T>(nanf(""));
+      *reinterpret_cast<Pack<T, width>*>(to + c * task.out_column) = pack;
+    }
   }
+}
+
+// Whether the rows of a matrix are made of packs: dense, and aligned to them.
+bool has_packs(const ConstView& matrix, int width) {
+  return matrix.strides[1] == 1 && matrix.shape[1] % width == 0 && matrix.strides[0] % width == 0 &&
+         reinterpret_cast<std::uintptr_t>(matrix.data) % (width * dtype_size(matrix.dtype)) == 0;
 }
 
 // Sort keys: the id, or V for a position that adds to no row.
@@ -60,18 +80,28 @@ __global__ void keys_kernel(Ids ids, std::int64_t n, std::int64_t V, std::int64_
   }
 }
 
-__device__ std::int64_t lower_bound(const std::uint32_t* keys, std::int64_t n, std::int64_t key) {
-  std::int64_t from = 0, to = n;
-  while (from < to) {
-    const std::int64_t middle = (from + to) / 2;
-    if (keys[middle] < key) from = middle + 1;
-    else to = middle;
+// Where the run of keys equal to keys[from] ends: most runs are short, so the next few keys are looked at first.
+__device__ std::int64_t end_of_run(const std::uint32_t* keys, std::int64_t from, std::int64_t n) {
+  constexpr int kNear = 8;
+  const std::uint32_t key = keys[from];
+  std::int64_t to = from + 1;
+  for (; to < n && keys[to] == key; ++to) {
+    if (to < from + kNear) continue;
+    std::int64_t end = n;
+    while (to < end) {
+      const std::int64_t middle = (to + end) / 2;
+      if (keys[middle] == key) to = middle + 1;
+      else end = middle;
+    }
+    return end;
   }
-  return from;
+  return to;
 }
 
 constexpr int kColumns = 32;
 constexpr int kRows = kBlock / kColumns;
+// Places of the sorted list that a block looks at.
+constexpr int kPlaces = 8;
 
 template <typename T, typename Out>
 struct ScatterTask {
@@ -82,38 +112,42 @@ struct ScatterTask {
   std::int64_t dout_row, dout_column;
   Out* dweight;
   std::int64_t dweight_row, dweight_column;
-  bool accumulates;
 };
 
-// A block an id: kColumns columns at a time, kRows threads sharing the occurrences of the id.
-template <typename T, typename Out>
+// Adds to the row of every id whose run of equal keys starts at one of a block's places: kColumns columns of `width` elements at a
+// time, kRows threads sharing the run.
+template <int width, typename T, typename Out>
 __global__ void scatter_kernel(const __grid_constant__ ScatterTask<T, Out> task) {
   using A = accumulate_t<T>;
-  __shared__ A sums[kRows][kColumns];
-  __shared__ std::int64_t ends[2];
+  __shared__ A sums[kRows][kColumns * width];
   const int column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
-  for (std::int64_t v = blockIdx.x; v < task.V; v += gridDim.x) {
-    if (threadIdx.x < 2) ends[threadIdx.x] = lower_bound(task.keys, task.n, v + threadIdx.x);
-    __syncthreads();
-    const std::int64_t from = ends[0], to = ends[1];
-    for (std::int64_t tile = 0; tile < task.C && !(task.accumulates && from == to); tile += kColumns) {
-      const std::int64_t c = tile + column;
-      A sum = 0;
+  const std::int64_t last = min((static_cast<std::int64_t>(blockIdx.x) + 1) * kPlaces, task.n);
+  for (std::int64_t from = static_cast<std::int64_t>(blockIdx.x) * kPlaces; from < last; ++from) {
+    const std::uint32_t id = task.keys[from];
+    if (id >= task.V || (from > 0 && task.keys[from - 1] == id)) continue;
+    const std::int64_t to = end_of_run(task.keys, from, task.n);
+    for (std::int64_t tile = 0; tile < task.C; tile += kColumns * width) {
+      const std::int64_t c = tile + column * width;
+      A sum[width] = {};
       if (c < task.C) {
 #pragma unroll 4
-        for (std::int64_t i = from + row; i < to; i += kRows)
-          sum += convert<A>(task.dout[task.positions[i] * task.dout_row + c * task.dout_column]);
+        for (std::int64_t i = from + row; i < to; i += kRows) {
+          const auto pack = *reinterpret_cast<const Pack<T, width>*>(task.dout + task.positions[i] * task.dout_row + c * task.dout_column);
+#pragma unroll
+          for (int k = 0; k < width; ++k) sum[k] += convert<A>(pack.at[k]);
+        }
       }
-      sums[row][column] = sum;
+#pragma unroll
+      for (int k = 0; k < width; ++k) sums[row][column * width + k] = sum[k];
       __syncthreads();
-      if (row == 0 && c < task.C) {
-        for (int other = 1; other < kRows; ++other) sum += sums[other][column];
-        Out& out = task.dweight[v * task.dweight_row + c * task.dweight_column];
-        out = convert<Out>(task.accumulates ? convert<A>(out) + sum : sum);
+      for (int k = threadIdx.x; k < kColumns * width && tile + k < task.C; k += kBlock) {
+        A total = 0;
+        for (int other = 0; other < kRows; ++other) total += sums[other][k];
+        Out& out = task.dweight[id * task.dweight_row + (tile + k) * task.dweight_column];
+        out = convert<Out>(convert<A>(out) + total);
       }
       __syncthreads();
     }
-    __syncthreads();
   }
 }
 
@@ -148,10 +182,13 @@ template <typename T, typename Out>
 void scatter(const EmbeddingBackwardArgs& args, const ExecContext& ctx) {
   const std::int64_t n = args.ids.shape[0], V = args.dweight.shape[0];
   const SortedIds sorted(args, ctx);
+  if (args.write == Write::assign) cuda::fill({.out = args.dweight}, ctx);
   const ScatterTask<T, Out> task{static_cast<const std::uint32_t*>(sorted.keys.data()), static_cast<const std::int32_t*>(sorted.positions.data()),
                                  n, V, args.dout.shape[1], args.dout.as<T>(), args.dout.strides[0], args.dout.strides[1],
-                                 args.dweight.as<Out>(), args.dweight.strides[0], args.dweight.strides[1], args.write == Write::accumulate};
-  scatter_kernel<<<grid_for(V, 1, ctx), kBlock, 0, stream_of(ctx)>>>(task);
+                                 args.dweight.as<Out>(), args.dweight.strides[0], args.dweight.strides[1]};
+  const auto grid = static_cast<unsigned>((n + kPlaces - 1) / kPlaces);
+  if (has_packs(args.dout, kWide<T>)) scatter_kernel<kWide<T>><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+  else scatter_kernel<1><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
   check_launch("embedding_backward");
 }
 
@@ -162,9 +199,14 @@ void embedding(const EmbeddingArgs& args, const ExecContext& ctx) {
   const std::int64_t n = args.ids.shape[0], V = args.weight.shape[0], C = args.weight.shape[1];
   dispatch_float(args.weight.dtype, "embedding", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    gather_kernel<<<grid_for(n, 1, ctx), kGatherBlock, 0, stream_of(ctx)>>>(
-        ids_of(args.ids), n, V, C, args.weight.as<T>(), args.weight.strides[0], args.weight.strides[1], args.out.as<T>(), args.out.strides[0],
-        args.out.strides[1], fault_slot(ctx.device.index), Fault{.describe = describe_id, .limit = V});
+    const GatherTask<T> task{ids_of(args.ids), n, V, C, args.weight.as<T>(), args.weight.strides[0], args.weight.strides[1],
+                             args.out.as<T>(), args.out.strides[0], args.out.strides[1]};
+    const FaultSlot faults = fault_slot(ctx.device.index);
+    const Fault fault{.describe = describe_id, .limit = V};
+    const int grid = grid_for(n, 1, ctx);
+    if (has_packs(args.weight, kWide<T>) && has_packs(args.out, kWide<T>))
+      gather_kernel<kWide<T>><<<grid, kGatherBlock, 0, stream_of(ctx)>>>(task, faults, fault);
+    else gather_kernel<1><<<grid, kGatherBlock, 0, stream_of(ctx)>>>(task, faults, fault);
   });
   check_launch("embedding");
 }

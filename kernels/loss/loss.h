@@ -34,7 +34,7 @@ struct CrossEntropyBackwardArgs {
   ConstView lse;
   ConstView valid;
   ConstView dloss;  // [], dtype of loss
-  MutView dlogits;  // shape and dtype of logits
+  MutView dlogits;  // shape and dtype of logits, whose memory it may be
 };
 void cross_entropy_backward(const CrossEntropyBackwardArgs& args, const ExecContext& ctx);
 

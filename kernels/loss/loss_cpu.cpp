@@ -61,11 +61,11 @@ void cross_entropy_backward_typed(const CrossEntropyBackwardArgs& args) {
       const std::int64_t label = args.labels.as<std::int64_t>()[r];
       const A lse = args.lse.as<A>()[r];
       T* to = args.dlogits.as<T>() + r * args.dlogits.strides[0];
-      MutRow<A> dlogits(row_target(to, step, scratch.row(1)), V);
+      const T* from = args.logits.as<T>() + r * args.logits.strides[0];
+      MutRow<A> dlogits(from == to ? scratch.row(1) : row_target(to, step, scratch.row(1)), V);
       if (label == args.ignore_index || lse == -std::numeric_limits<A>::infinity()) {
         dlogits = A(0);
       } else {
-        const T* from = args.logits.as<T>() + r * args.logits.strides[0];
         exp_row(read_row(from, args.logits.strides[1], V, scratch.row(0)), lse, V, dlogits.data());
         dlogits *= factor;
       }

@@ -8,10 +8,6 @@
 namespace heddle::cuda {
 namespace {
 
-// Elements of a 16-byte pack.
-template <typename T>
-inline constexpr int kWide = 16 / sizeof(T);
-
 // Calls fn(p, column) for the packs of a row that are this thread's: the p-th starts at `column`.
 template <int kThreads, int kPacks, typename T, typename Fn>
 __device__ void for_packs(int N, int lane, const Fn& fn) {

@@ -37,10 +37,21 @@ __device__ constexpr A infinity() {
   else return __builtin_huge_valf();
 }
 
+// The most negative finite number.
+template <typename A>
+__device__ constexpr A lowest() {
+  if constexpr (std::is_same_v<A, double>) return -1.7976931348623157e308;
+  else return -3.402823466e38f;
+}
+
 // V neighbouring elements that are moved as one.
 template <typename T, int V>
 struct alignas(sizeof(T) * V) Pack {
   T at[V];
 };
+
+// Elements of the widest load, 16 bytes.
+template <typename T>
+inline constexpr int kWide = 16 / sizeof(T);
 
 }  // namespace heddle::cuda
