@@ -58,6 +58,7 @@ Device choose_model_device(const config::RunConfig& run) {
 nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   if (run.train.num_threads > 0) set_num_threads(static_cast<int>(run.train.num_threads));
   device_context(device).deterministic = run.attention.deterministic;
+  device_context(device).allow_tf32 = run.train.allow_tf32;
   check_attention_kernel(run, device);
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);

@@ -64,6 +64,11 @@ void print_parameters(const nn::CausalLM& model) {
             << " of them trainable\n";
 }
 
+std::string precision_text(const nn::TrainConfig& train) {
+  if (train.precision == nn::Precision::bf16) return "bfloat16, master weights and gradients of weights float32";
+  return train.allow_tf32 ? "float32, products on CUDA in TF32 (train.allow_tf32)" : "float32";
+}
+
 int run_train(const TrainCommand& command) {
   const config::RunConfig run = config::load_run_config(command.config, command.overrides);
   const std::string yaml = config::to_yaml(run);
@@ -71,7 +76,7 @@ int run_train(const TrainCommand& command) {
   std::cout << yaml << '\n';
   const auto data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
   nn::CausalLM model = make_model(run, device);
-  std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n" << "data: " << data->describe() << '\n';
+  std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n" << "precision: " << precision_text(run.train) << '\n' << "data: " << data->describe() << '\n';
   print_parameters(model);
 
   const InterruptGuard guard;

@@ -81,8 +81,9 @@ std::string Field::expected() const {
                         [&](const std::vector<std::string>*) -> std::string {
                           return "non-empty list of non-empty strings";
                         },
-                        [](const Choice& choice) {
-                          return "one of " + join(choice.names) + (choice.clear ? ", null" : "");
+                        [&](const Choice& choice) {
+                          const std::string note = rule.form.empty() ? "" : concat_text(" (", rule.form, ")");
+                          return "one of " + join(choice.names) + (choice.clear ? ", null" : "") + note;
                         },
                         [](const std::optional<bool>*) -> std::string { return "true, false or null"; },
                         [&](const std::optional<std::int64_t>*) {

@@ -53,7 +53,7 @@ struct FieldRule {
   Range range = {};
   bool required = false;
   std::string_view derived = {};  // the default in words, where it depends on other keys
-  std::string_view form = {};     // what `accepts` accepts, in words
+  std::string_view form = {};     // what `accepts` accepts, in words; of a choice: a note on its names
   bool (*accepts)(const std::string&) = nullptr;  // further test of a string
 };
 

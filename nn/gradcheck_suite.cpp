@@ -62,7 +62,11 @@ GradcheckCase block_case(Architecture architecture, const char* variant) {
             const TransformerBlock block(model_config(architecture), "auto", kDouble, generator);
             const Tensor x = normal(kActivations, 0.0, 1.0, generator, DType::f64).set_requires_grad(true);
             const ForwardState state{.positions = position_ids(0, kActivations[1], kCpu)};
-            return check_module(block, x, [&](const Tensor& in) { return block.forward(in, state); }, generator);
+            return check_module(block, x, [&](const Tensor& in) {
+              Residual stream = {in};
+              block.forward(stream, state);
+              return add(stream.x, stream.branch);
+            }, generator);
           }};
 }
 

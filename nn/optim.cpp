@@ -1,6 +1,5 @@
 #include "nn/optim.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "autograd/grad_mode.h"
@@ -11,33 +10,43 @@
 namespace heddle::nn {
 namespace {
 
-double norm_of(const std::vector<NamedTensor>& tensors) {
-  if (tensors.empty()) return 0;
-  const Device device = tensors.front().tensor.device();
-  const Tensor norm = Tensor::empty({}, DType::f64, device);
-  GlobalNormArgs args{.tensors = {}, .out = norm.mutable_view()};
-  for (const NamedTensor& named : tensors) args.tensors.push_back(named.tensor.view());
-  global_norm(args, device_context(device));
-  return norm.item();
-}
-
-void scale_by(const std::vector<NamedTensor>& tensors, double factor) {
-  if (factor == 1 || tensors.empty()) return;
-  ScaleAllArgs args{.tensors = {}, .factor = factor};
-  for (const NamedTensor& named : tensors) args.tensors.push_back(named.tensor.mutable_view());
-  scale_all(args, device_context(tensors.front().tensor.device()));
-}
+// Element i of a float64 vector, as a scalar.
+Tensor element(const Tensor& vector, std::int64_t i) { return select_index(vector, 0, i); }
 
 }  // namespace
 
 std::string first_nonfinite(const std::vector<NamedTensor>& tensors) {
-  for (const NamedTensor& named : tensors)
-    if (is_floating(named.tensor.dtype()) && !std::isfinite(norm_of({named}))) return named.name;
-  return {};
+  std::vector<std::string> names;
+  GlobalNormArgs args;
+  for (const NamedTensor& named : tensors) {
+    if (!is_floating(named.tensor.dtype())) continue;
+    names.push_back(named.name);
+    args.tensors.push_back(named.tensor.view());
+  }
+  if (names.empty()) return {};
+  const Device device = args.tensors.front().device;
+  const Tensor norm = Tensor::empty({}, DType::f64, device), index = Tensor::empty({}, DType::f64, device);
+  args.out = norm.mutable_view();
+  args.first_nonfinite = index.mutable_view();
+  global_norm(args, device_context(device));
+  const double found = index.item();
+  return found < 0 ? std::string() : names[static_cast<std::size_t>(found)];
+}
+
+UpdateResult PendingUpdate::result() const {
+  UpdateResult out{.grad_norm = grad_scale_ * numbers_.value<double>(0), .loss = numbers_.value<double>(2)};
+  out.applied = std::isfinite(out.grad_norm) && std::isfinite(out.loss);
+  const double index = numbers_.value<double>(1);
+  if (index >= 0) out.nonfinite = names_[static_cast<std::size_t>(index)];
+  return out;
 }
 
 AdamW::AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options)
-    : options_(options), step_(Tensor::zeros({}, DType::i64)) {
+    : options_(options) {
+  const Device device = parameters.empty() ? kCpu : parameters.front().tensor.device();
+  step_ = Tensor::zeros({}, DType::i64, device);
+  rates_ = Tensor::zeros({2}, DType::f64, device);
+  numbers_ = Tensor::zeros({3}, DType::f64, device);
   for (NamedTensor& named : parameters) {
     const Tensor& parameter = named.tensor;
     HEDDLE_CHECK(parameter.is_leaf() && parameter.requires_grad() && parameter.is_contiguous(), "adamw: parameter '",
@@ -54,26 +63,28 @@ AdamW::AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options)
   }
 }
 
-UpdateResult AdamW::update(const UpdateArgs& args) {
-  const std::vector<NamedTensor> grads = gradients();
-  UpdateResult result{.grad_norm = args.grad_scale * norm_of(grads)};
-  if (!std::isfinite(result.grad_norm)) {
-    result.nonfinite = first_nonfinite(grads);
-    return result;
-  }
-  const double clip = args.max_grad_norm > 0 ? std::min(1.0, args.max_grad_norm / (result.grad_norm + 1e-6)) : 1.0;
-  scale_by(grads, args.grad_scale * clip);
-
-  step_.copy_(Tensor::from_vector<std::int64_t>({updates() + 1}, {}));
+PendingUpdate AdamW::start_update(const UpdateArgs& args) {
+  const Tensor norm = element(numbers_, 0), nonfinite = element(numbers_, 1), loss = element(numbers_, 2);
+  if (args.loss.defined()) loss.copy_(args.loss);
+  else loss.zero_();
+  rates_.copy_(Tensor::from_vector<double>({args.learning_rate, args.grad_scale}, {2}));
+  GlobalNormArgs norms{.tensors = {}, .out = norm.mutable_view(), .first_nonfinite = nonfinite.mutable_view()};
   AdamWArgs step{.parameters = {},
-                 .learning_rate = args.learning_rate,
                  .beta1 = options_.beta1,
                  .beta2 = options_.beta2,
                  .eps = options_.eps,
-                 .step = updates()};
+                 .max_grad_norm = args.max_grad_norm,
+                 .learning_rate = element(rates_, 0).view(),
+                 .grad_scale = element(rates_, 1).view(),
+                 .grad_norm = norm.view(),
+                 .loss = loss.view(),
+                 .step = step_.mutable_view()};
+  std::vector<std::string> names;
   for (const Slot& slot : slots_) {
     const Tensor grad = slot.parameter.grad();
     if (!grad.defined()) continue;
+    names.push_back(slot.name);
+    norms.tensors.push_back(grad.view());
     step.parameters.push_back({.weight = slot.master.mutable_view(),
                                .grad = grad.view(),
                                .first_moment = slot.exp_avg.mutable_view(),
@@ -81,9 +92,10 @@ UpdateResult AdamW::update(const UpdateArgs& args) {
                                .rounded = slot.has_master() ? slot.parameter.mutable_view() : MutView{},
                                .weight_decay = slot.weight_decay});
   }
-  if (!step.parameters.empty()) adamw(step, device_context(step.parameters.front().weight.device));
-  result.applied = true;
-  return result;
+  ExecContext& context = device_context(numbers_.device());
+  global_norm(norms, context);
+  adamw(step, context);
+  return {numbers_, args.grad_scale, std::move(names)};
 }
 
 void AdamW::zero_grad() const {
@@ -111,13 +123,6 @@ std::vector<NamedTensor> AdamW::state() const {
     if (slot.has_master()) out.push_back({"master." + slot.name, slot.master});
   }
   out.push_back({"step", step_});
-  return out;
-}
-
-std::vector<NamedTensor> AdamW::gradients() const {
-  std::vector<NamedTensor> out;
-  for (const Slot& slot : slots_)
-    if (const Tensor grad = slot.parameter.grad(); grad.defined()) out.push_back({slot.name, grad});
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/runtime/host_copy.h"
 #include "nn/module.h"
 
 namespace heddle::nn {
@@ -19,12 +20,30 @@ struct UpdateArgs {
   double learning_rate;
   double grad_scale = 1;     // every gradient is multiplied by this first: 1 / tokens after a sum over tokens
   double max_grad_norm = 0;  // 0: no clipping
+  Tensor loss = {};          // float64 [], optional: with a loss that is not finite nothing is updated either
 };
 
 struct UpdateResult {
   double grad_norm = 0;   // of all scaled gradients together, before clipping
-  bool applied = false;   // false: the norm is not finite, and nothing changed
-  std::string nonfinite;  // then: the first parameter whose gradient holds NaN or infinity
+  double loss = 0;        // as given
+  bool applied = false;   // false: the norm or the loss is not finite, and nothing changed
+  std::string nonfinite;  // then: the first parameter whose gradient holds NaN or infinity; empty if it is the loss
+};
+
+// An update that the device may still be working on.
+class PendingUpdate {
+ public:
+  bool is_ready() const { return numbers_.is_ready(); }
+  UpdateResult result() const;  // waits for the update
+
+ private:
+  friend class AdamW;
+  PendingUpdate(const Tensor& numbers, double grad_scale, std::vector<std::string> names)
+      : numbers_(numbers.view()), grad_scale_(grad_scale), names_(std::move(names)) {}
+
+  HostCopy numbers_;  // the norm, the index of the first gradient that is not finite, the loss
+  double grad_scale_;
+  std::vector<std::string> names_;  // of the parameters with a gradient
 };
 
 // The first of the tensors that holds NaN or infinity; "" if all values are finite. Integers are skipped.
@@ -40,9 +59,11 @@ class AdamW {
   // The parameters must be leaves that require a gradient and are dense; master copies start from their present values.
   AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options);
 
-  // One update from the gradients of the parameters, which it scales in place; a parameter without a gradient is left
-  // alone. If the global norm is not finite, weights, moments and step count stay bitwise as they are.
-  UpdateResult update(const UpdateArgs& args);
+  // One update from the gradients of the parameters; a parameter without a gradient is left alone. If the global norm is
+  // not finite, weights, moments and step count stay bitwise as they are: the device decides, and the host learns of it from the
+  // result. Returns as soon as the work is handed to the device.
+  PendingUpdate start_update(const UpdateArgs& args);
+  UpdateResult update(const UpdateArgs& args) { return start_update(args).result(); }
 
   void zero_grad() const;
   std::int64_t updates() const;  // applied so far: t of the bias correction
@@ -65,11 +86,11 @@ class AdamW {
     bool has_master() const { return master.impl_ptr() != parameter.impl_ptr(); }
   };
 
-  std::vector<NamedTensor> gradients() const;
-
   AdamWOptions options_;
   std::vector<Slot> slots_;
-  Tensor step_;  // int64 [], on the host
+  Tensor step_;     // int64 []
+  Tensor rates_;    // float64 [2]: learning rate and gradient scale of the update
+  Tensor numbers_;  // float64 [3]: what PendingUpdate reads
 };
 
 }  // namespace heddle::nn

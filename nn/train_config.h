@@ -53,6 +53,7 @@ struct TrainConfig {
   double max_grad_norm = 1;              // 0: no clipping
   std::int64_t max_nonfinite_steps = 5;  // skipped steps in a row that end the run
   Precision precision = Precision::fp32;
+  bool allow_tf32 = false;  // fp32 products on CUDA may round their operands to 10 bits of mantissa
   std::int64_t seed = 1337;
   std::int64_t num_threads = 0;  // 0: OMP_NUM_THREADS, else every core
   std::int64_t logging_steps = 10;

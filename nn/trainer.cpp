@@ -28,15 +28,13 @@ Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
 }  // namespace
 
 WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
-  WindowLoss out;
-  const Tensor total = Tensor::zeros({}, DType::f64, model.device());  // read once, after the last micro-batch
+  WindowLoss out{.sum = Tensor::zeros({}, DType::f64, model.device())};
   for (const Batch& batch : micro_batches) {
     const Tensor loss = loss_sum(model, batch, dropout);
     loss.backward();
-    total.add_(cast(loss.detach(), DType::f64));
+    out.sum.add_(cast(loss.detach(), DType::f64));
     out.labels += count_labels(batch);
   }
-  out.sum = total.item();
   return out;
 }
 
@@ -101,19 +99,20 @@ TrainResult Trainer::run() {
   reported_choices_ = 0;
   bool is_interrupted = false;
   while (!is_last_step() && !is_interrupted) {
-    const StepMetrics metrics = train_step(progress);
+    start_step();
     report_attention(progress);
-    report(metrics, progress);
-    if (nonfinite_in_a_row_ >= config_.max_nonfinite_steps) stop_if_diverged();
-    const bool is_best = (is_last_step() || is_due(config_.eval_steps)) && evaluate_now(progress);
+    const bool is_eval_due = is_last_step() || is_due(config_.eval_steps);
     is_interrupted = !is_last_step() && options_.interrupted();
+    const bool is_stop = is_eval_due || is_interrupted || is_due(config_.save_steps);
+    settle_steps(is_stop ? 0 : kStepsAhead, progress);
+    const bool is_best = is_eval_due && evaluate_now(progress);
     if (is_last_step() || is_best || is_interrupted || is_due(config_.save_steps)) save_now(progress);
   }
   if (!is_interrupted) finish(progress);
   return {.step = state_.step, .interrupted = is_interrupted, .checkpoint = last_checkpoint_};
 }
 
-StepMetrics Trainer::train_step(Progress& progress) {
+void Trainer::start_step() {
   const auto start = Clock::now();
   const std::int64_t batch_size = config_.micro_batch_size;
   std::vector<Batch> window;
@@ -121,32 +120,21 @@ StepMetrics Trainer::train_step(Progress& progress) {
     window.push_back(data_.train_batch(state_.examples, batch_size));
     state_.examples += batch_size;
   }
-  StepMetrics metrics{.step = state_.step + 1, .learning_rate = learning_rate_at(config_, state_.step)};
+  const double learning_rate = learning_rate_at(config_, state_.step);
   const WindowLoss loss = accumulate_window(model_, window, &state_.dropout);
-  metrics.loss = loss.mean();
-  if (loss.labels == 0) {
-    progress.message(concat_text("warning: step ", metrics.step, ": no token carries loss; update skipped"));
-  } else if (!std::isfinite(loss.sum)) {
-    metrics.grad_norm = std::nan("");
-    skip_nonfinite("the loss", progress);
-  } else {
-    const UpdateResult update = optimizer_.update({.learning_rate = metrics.learning_rate,
-                                                   .grad_scale = 1 / static_cast<double>(loss.labels),
-                                                   .max_grad_norm = config_.max_grad_norm});
-    metrics.grad_norm = update.grad_norm;
-    if (update.applied) nonfinite_in_a_row_ = 0;
-    else skip_nonfinite("the gradient of " + update.nonfinite, progress);
-  }
+  PendingStep step{.labels = loss.labels};
+  if (loss.labels > 0)
+    step.update = optimizer_.start_update({.learning_rate = learning_rate,
+                                           .grad_scale = 1 / static_cast<double>(loss.labels),
+                                           .max_grad_norm = config_.max_grad_norm,
+                                           .loss = loss.sum});
   optimizer_.zero_grad();
 
-  const std::int64_t tokens = static_cast<std::int64_t>(window.size()) * batch_size * data_.row_length();
   state_.step += 1;
-  state_.tokens += tokens;
-  metrics.tokens = state_.tokens;
+  state_.tokens += config_.gradient_accumulation_steps * batch_size * data_.row_length();
+  step.metrics = {.step = state_.step, .learning_rate = learning_rate, .tokens = state_.tokens};
+  pending_.push_back(std::move(step));
   timed_ += Clock::now() - start;
-  timed_steps_ += 1;
-  timed_tokens_ += tokens;
-  return metrics;
 }
 
 // Which kernels attention has run on: a line for each that is new.
@@ -155,10 +143,42 @@ void Trainer::report_attention(Progress& progress) {
     progress.message(concat_text(attention_choices()[reported_choices_]));
 }
 
-void Trainer::skip_nonfinite(const std::string& where, Progress& progress) {
+void Trainer::settle_steps(std::size_t may_be_pending, Progress& progress) {
+  const auto is_done = [](const PendingStep& step) { return !step.update || step.update->is_ready(); };
+  while (!pending_.empty() && (pending_.size() > may_be_pending || is_done(pending_.front()))) {
+    PendingStep step = std::move(pending_.front());
+    pending_.pop_front();
+    settle(std::move(step), progress);
+  }
+}
+
+void Trainer::settle(PendingStep step, Progress& progress) {
+  const auto start = Clock::now();
+  const UpdateResult update = step.update ? step.update->result() : UpdateResult{};
+  timed_ += Clock::now() - start;
+  timed_steps_ += 1;
+  timed_tokens_ += config_.gradient_accumulation_steps * config_.micro_batch_size * data_.row_length();
+
+  StepMetrics& metrics = step.metrics;
+  metrics.loss = update.loss / static_cast<double>(step.labels);  // NaN without labels
+  metrics.grad_norm = update.grad_norm;
+  if (!step.update) {
+    progress.message(concat_text("warning: step ", metrics.step, ": no token carries loss; update skipped"));
+  } else if (update.applied) {
+    nonfinite_in_a_row_ = 0;
+  } else if (!std::isfinite(update.loss)) {
+    metrics.grad_norm = std::nan("");
+    skip_nonfinite(metrics.step, "the loss", progress);
+  } else {
+    skip_nonfinite(metrics.step, "the gradient of " + update.nonfinite, progress);
+  }
+  report(metrics, progress);
+  if (nonfinite_in_a_row_ >= config_.max_nonfinite_steps) stop_if_diverged();
+}
+
+void Trainer::skip_nonfinite(std::int64_t step, const std::string& where, Progress& progress) {
   nonfinite_in_a_row_ += 1;
-  progress.message(concat_text("warning: step ", state_.step + 1, ": ", where, " is not finite; update skipped (",
-                               nonfinite_in_a_row_, " in a row)"));
+  progress.message(concat_text("warning: step ", step, ": ", where, " is not finite; update skipped (", nonfinite_in_a_row_, " in a row)"));
 }
 
 void Trainer::save_now(Progress& progress) {

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <optional>
@@ -21,10 +22,10 @@ namespace heddle::nn {
 
 // The micro-batches between two updates, together.
 struct WindowLoss {
-  double sum = 0;           // of the losses of all labels
+  Tensor sum;               // float64 [], on the model's device: of the losses of all labels
   std::int64_t labels = 0;  // that carry loss
 
-  double mean() const { return sum / static_cast<double>(labels); }  // NaN without labels
+  double mean() const { return sum.item() / static_cast<double>(labels); }  // NaN without labels
 };
 
 // Runs micro-batches forward and backward and adds the gradients of the SUM of their token losses to the leaves.
@@ -79,9 +80,22 @@ class Trainer {
   void resume_or_start();
   std::optional<Checkpoint> checkpoint_to_resume() const;
 
-  StepMetrics train_step(Progress& progress);
+  // A step whose work has been handed to the device. `update` is absent if no token carried loss.
+  struct PendingStep {
+    StepMetrics metrics;
+    std::int64_t labels = 0;
+    std::optional<PendingUpdate> update;
+  };
+  // Note: Steps ahead
+  // The host starts the next step while the device still works on this one, and learns a step later what became of it: nothing
+  // that decides about an update is known to the host before. Evaluations, checkpoints and the end wait for all steps. On the CPU
+  // a step is done when it is started.
+  static constexpr std::size_t kStepsAhead = 1;
+  void start_step();
   void report_attention(Progress& progress);
-  void skip_nonfinite(const std::string& where, Progress& progress);
+  void settle_steps(std::size_t may_be_pending, Progress& progress);
+  void settle(PendingStep step, Progress& progress);
+  void skip_nonfinite(std::int64_t step, const std::string& where, Progress& progress);
   bool evaluate_now(Progress& progress);  // whether it was the best so far
   void save_now(Progress& progress);
   void finish(Progress& progress);
@@ -90,7 +104,8 @@ class Trainer {
   void report(StepMetrics metrics, Progress& progress);
   void draw_chart() const;
 
-  bool is_due(std::int64_t interval) const { return interval > 0 && state_.step % interval == 0; }
+  bool is_due(std::int64_t interval) const { return is_due(interval, state_.step); }
+  static bool is_due(std::int64_t interval, std::int64_t step) { return interval > 0 && step % interval == 0; }
   bool is_last_step() const { return state_.step >= config_.max_steps; }
   bool is_healthy() const { return nonfinite_in_a_row_ == 0 && is_eval_finite_; }
   std::filesystem::path file(const char* name) const { return folder_.path() / name; }
@@ -103,6 +118,7 @@ class Trainer {
   AdamW optimizer_;
   TrainerState state_;
   std::optional<MetricsLog> metrics_;
+  std::deque<PendingStep> pending_;
   std::int64_t nonfinite_in_a_row_ = 0;
   bool is_eval_finite_ = true;
   std::filesystem::path last_checkpoint_;

@@ -12,7 +12,7 @@ void Trainer::report(StepMetrics metrics, Progress& progress) {
   const double seconds = std::chrono::duration<double>(timed_).count();
   metrics.tokens_per_second = static_cast<double>(timed_tokens_) / seconds;
   metrics.step_ms = 1000 * seconds / static_cast<double>(timed_steps_);
-  const bool is_logged = metrics.step == 1 || is_due(config_.logging_steps) || is_last_step();
+  const bool is_logged = metrics.step == 1 || is_due(config_.logging_steps, metrics.step) || metrics.step == config_.max_steps;
   progress.step({.step = metrics.step,
                  .loss = metrics.loss,
                  .learning_rate = metrics.learning_rate,

@@ -59,10 +59,9 @@ TransformerBlock::TransformerBlock(const TransformerConfig& config, const std::s
   register_child("mlp", mlp_);
 }
 
-Tensor TransformerBlock::forward(const Tensor& x, const ForwardState& state) const {
-  const Tensor attended = self_attn_->forward(input_layernorm_->forward(x), state.positions);
-  const Tensor middle = add(x, drop(attended, dropout_, state));
-  return add(middle, drop(mlp_->forward(post_attention_layernorm_->forward(middle)), dropout_, state));
+void TransformerBlock::forward(Residual& stream, const ForwardState& state) const {
+  stream.branch = drop(self_attn_->forward(input_layernorm_->forward(stream), state.positions), dropout_, state);
+  stream.branch = drop(mlp_->forward(post_attention_layernorm_->forward(stream)), dropout_, state);
 }
 
 Transformer::Transformer(const TransformerConfig& config, const std::string& kernel, const ModuleOptions& options,
@@ -87,15 +86,16 @@ Transformer::Transformer(const TransformerConfig& config, const std::string& ker
 Tensor Transformer::forward(const Tensor& ids, const ForwardState& state) const {
   Tensor x = embed_tokens_->forward(ids);  // [B, S, hidden]
   if (embed_positions_ != nullptr) x = add(x, embed_positions_->forward(state.positions));
-  x = drop(x, dropout_, state);
-  for (const auto& layer : layers_) x = layer->forward(x, state);
-  return norm_->forward(x);
+  Residual stream = {drop(x, dropout_, state)};
+  for (const auto& layer : layers_) layer->forward(stream, state);
+  return norm_->forward(stream);
 }
 
 CausalLM::CausalLM(const TransformerConfig& config, const ModuleOptions& options, Generator& generator,
                    const std::string& kernel)
     : config_((validate(config), config.resolved())),
-      model_(std::make_shared<Transformer>(config_, kernel, options, generator)) {
+      model_(std::make_shared<Transformer>(config_, kernel, options, generator)),
+      positions_(position_ids(0, config_.max_position_embeddings, options.device)) {
   register_child("model", model_);
   if (config_.tied()) return;
   lm_head_ = std::make_shared<Linear>(LinearConfig{config_.hidden_size, config_.vocab_size, false, config_.initializer_range},
@@ -108,7 +108,7 @@ Tensor CausalLM::forward(const Tensor& ids, Generator* dropout) const {
                "causal_lm: ids must be [B, S] with S in 1..", config_.max_position_embeddings, ", got ", ids.shape());
   const bool wants_dropout = is_training() && (config_.resid_pdrop > 0 || config_.embd_pdrop > 0);
   HEDDLE_CHECK(!wants_dropout || dropout != nullptr, "causal_lm: the config has dropout; give a generator or call eval()");
-  const ForwardState state = {.positions = position_ids(0, ids.size(1), ids.device()),
+  const ForwardState state = {.positions = slice(positions_, 0, 0, ids.size(1)),
                               .dropout = wants_dropout ? dropout : nullptr};
   const Tensor hidden = model_->forward(ids, state);  // [B, S, hidden]
   return lm_head_ != nullptr ? lm_head_->forward(hidden) : linear(hidden, model_->token_weight());

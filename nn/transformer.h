@@ -22,7 +22,7 @@ class TransformerBlock final : public Module {
  public:
   TransformerBlock(const TransformerConfig& config, const std::string& kernel, const ModuleOptions& options,
                    Generator& generator);
-  Tensor forward(const Tensor& x, const ForwardState& state) const;  // [B, S, hidden_size] -> the same
+  void forward(Residual& stream, const ForwardState& state) const;  // [B, S, hidden_size]
 
  private:
   std::shared_ptr<Norm> input_layernorm_;
@@ -66,6 +66,7 @@ class CausalLM final : public Module {
   TransformerConfig config_;
   std::shared_ptr<Transformer> model_;
   std::shared_ptr<LinearBase> lm_head_;  // null when tied
+  Tensor positions_;                     // int64 [max_position_embeddings]: 0, 1, 2, ...
 };
 
 }  // namespace heddle::nn

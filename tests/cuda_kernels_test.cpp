@@ -14,6 +14,7 @@
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/reduce/reduce.h"
 #include "kernels/runtime/allocator.h"
+#include "kernels/runtime/host_copy.h"
 #include "tests/support/compare.h"
 #include "tests/support/devices.h"
 
@@ -257,11 +258,15 @@ TEST_F(CudaKernels, AdamWStepsEveryParameterAsTheCpuDoes) {
     return set;
   };
   const auto step = [](const Set& set, Device device) {
-    AdamWArgs args{.parameters = {}, .learning_rate = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .step = 3};
+    const auto number = [&](double value, DType dtype = DType::f64) { return Tensor::full({}, value, dtype, device); };
+    const Tensor rate = number(0.01), scale = number(0.5), norm = number(8), updates = number(2, DType::i64);  // clipped to a quarter
+    AdamWArgs args{.parameters = {}, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .max_grad_norm = 1, .learning_rate = rate.view(),
+                   .grad_scale = scale.view(), .grad_norm = norm.view(), .step = updates.mutable_view()};
     for (std::size_t i = 0; i < set.weights.size(); ++i)
       args.parameters.push_back({set.weights[i].mutable_view(), set.grads[i].view(), set.first[i].mutable_view(), set.second[i].mutable_view(),
                                  i % 3 == 0 ? set.rounded[i].mutable_view() : MutView{}, 0.1});
     adamw(args, device_context(device));
+    EXPECT_EQ(updates.item(), 3);
   };
   const Set cpu = make(kCpu), gpu = make(kCuda);
 
@@ -277,25 +282,41 @@ TEST_F(CudaKernels, AdamWStepsEveryParameterAsTheCpuDoes) {
   }
 }
 
-TEST_F(CudaKernels, GlobalNormAndScaleTakeEveryTensorOfTheList) {
-  GlobalNormArgs norms{.tensors = {}, .out = {}};
-  ScaleAllArgs scales{.tensors = {}, .factor = 0.5};
+TEST_F(CudaKernels, GlobalNormTakesEveryTensorOfTheListAndFindsTheFirstBadOne) {
+  GlobalNormArgs norms;
   const DType dtypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
   std::vector<Tensor> tensors;
   std::int64_t count = 0;
   for (int i = 0; i < 70; ++i) {
     tensors.push_back(Tensor::full({1 + i * 131}, 2, dtypes[i % 4], kCuda));
     count += tensors.back().numel();
+    norms.tensors.push_back(tensors.back().view());
   }
-  const Tensor norm = Tensor::empty({}, DType::f64, kCuda);
-  for (const Tensor& tensor : tensors) norms.tensors.push_back(tensor.view()), scales.tensors.push_back(tensor.mutable_view());
+  const Tensor norm = Tensor::empty({}, DType::f64, kCuda), first = Tensor::empty({}, DType::f64, kCuda);
   norms.out = norm.mutable_view();
+  norms.first_nonfinite = first.mutable_view();
 
   global_norm(norms, ctx());
-  scale_all(scales, ctx());
-
   EXPECT_EQ(norm.item(), std::sqrt(4.0 * static_cast<double>(count)));
-  for (const Tensor& tensor : tensors) EXPECT_TRUE(all_equal(tensor, std::vector<double>(static_cast<std::size_t>(tensor.numel()), 1)));
+  EXPECT_EQ(first.item(), -1);
+
+  for (int i : {66, 53}) slice(tensors[static_cast<std::size_t>(i)], 0, 5000, 5001).fill_(std::nan(""));
+  global_norm(norms, ctx());
+  EXPECT_TRUE(std::isnan(norm.item()));
+  EXPECT_EQ(first.item(), 53);
+}
+
+TEST_F(CudaKernels, HostCopyHoldsWhatWasThereWhenItWasMade) {
+  const Tensor x = Tensor::from_vector<double>({1, 2, 3}, {3}, kCuda);
+  const std::int64_t waits = wait_count(kCuda);
+
+  const HostCopy before(x.view());
+  x.fill_(7);
+  const HostCopy after(x.view());
+
+  EXPECT_EQ(before.value<double>(2), 3);
+  EXPECT_EQ(after.value<double>(2), 7);
+  EXPECT_EQ(wait_count(kCuda), waits);
 }
 
 TEST_F(CudaKernels, OffsetsBeyondTwoToThe31Work) {

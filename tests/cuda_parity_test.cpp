@@ -87,6 +87,10 @@ std::vector<OpCase> op_cases() {
       {"matmul_permuted", {{2, 9, 3, 8}, {2, 3, 8, 7}}, -1, 1, [](const Inputs& x) { return matmul(permute(x[0], {0, 2, 1, 3}), x[1]); }},
       {"linear", {{5, 9, 24}, {40, 24}}, -1, 1, [](const Inputs& x) { return linear(x[0], x[1]); }},
       {"linear_bias", {{5, 9, 24}, {40, 24}, {40}}, -1, 1, [](const Inputs& x) { return linear(x[0], x[1], x[2]); }},
+      {"gelu_mlp", {{5, 9, 24}, {40, 24}, {40}, {16, 40}, {16}}, -1, 1, [](const Inputs& x) { return gelu_mlp(x[0], x[1], x[2], x[3], x[4]); }},
+      {"gelu_mlp_odd", {{3, 13}, {11, 13}, {7, 11}}, -1, 1, [](const Inputs& x) { return gelu_mlp(x[0], x[1], {}, x[2], {}); }},
+      {"linear_of_one_input", {{5, 9, 24}, {40, 24}, {40, 24}}, -1, 1,
+       [](const Inputs& x) { return add(linear(x[0], x[1]), linear(x[0], x[2])); }},
       {"linear_odd", {{3, 7, 13}, {11, 13}, {11}}, -1, 1, [](const Inputs& x) { return linear(x[0], x[1], x[2]); }},
       {"softmax_last", {{6, 40}}, -4, 4, [](const Inputs& x) { return softmax(x[0]); }},
       {"softmax_long", {{3, 3000}}, -4, 4, [](const Inputs& x) { return softmax(x[0]); }},
@@ -98,8 +102,8 @@ std::vector<OpCase> op_cases() {
       // Rows of each kind: in the registers of a warp, of a block, and too long for either.
       {"layer_norm_warp", {{70, 256}, {256}, {256}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
       {"layer_norm_warp_of_packs", {{70, 768}, {768}, {768}}, -2, 2, [](const Inputs& x) { return layer_norm(x[0], x[1], x[2], 1e-5); }},
-      {"rms_norm_block", {{37, 4096}, {4096}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
-      {"rms_norm_very_long", {{5, 9000}, {9000}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
+      {"rms_norm_block", {{37, 2048}, {2048}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
+      {"rms_norm_very_long", {{5, 4808}, {4808}}, -2, 2, [](const Inputs& x) { return rms_norm(x[0], x[1], 1e-6); }},
       {"add_layer_norm", {{40, 1280}, {40, 1280}, {1280}, {1280}}, -2, 2,
        [](const Inputs& x) {
          const auto [sum, y] = add_layer_norm(x[0], x[1], x[2], x[3], 1e-5);

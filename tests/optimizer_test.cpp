@@ -38,8 +38,11 @@ struct State {
   }
 };
 
-AdamWArgs args_of(std::vector<AdamWParameter> parameters, std::int64_t step, double eps = 1e-8) {
-  return {.parameters = std::move(parameters), .learning_rate = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = eps, .step = step};
+// Update number `t` with learning rate 0.1 and unscaled gradients.
+void update(std::vector<AdamWParameter> parameters, std::int64_t t, double eps = 1e-8) {
+  const Tensor rate = Tensor::full({}, 0.1, DType::f64), one = Tensor::full({}, 1, DType::f64), step = Tensor::full({}, static_cast<double>(t - 1), DType::i64);
+  adamw({.parameters = std::move(parameters), .beta1 = 0.9, .beta2 = 0.99, .eps = eps, .learning_rate = rate.view(), .grad_scale = one.view(),
+         .grad_norm = one.view(), .step = step.mutable_view()}, ctx());
 }
 
 double norm_of(const std::vector<Tensor>& tensors) {
@@ -54,7 +57,7 @@ TEST(AdamW, FirstStepMovesByTheLearningRateAgainstTheSign) {
   // m = 0.1 g, v = 0.01 g^2; corrected they are g and g^2: the step is 0.1 * g / |g|. Decay first: w *= 1 - 0.1 * 0.5.
   const State state({2.0, 2.0}, {3.0, -0.5});
 
-  adamw(args_of({state.parameter(/*weight_decay=*/0.5)}, 1), ctx());
+  update({state.parameter(/*weight_decay=*/0.5)}, 1);
 
   EXPECT_TRUE(all_close(state.weight, {1.9 - 0.1, 1.9 + 0.1}, 1e-8));  // eps 1e-8 against |g| of at least 0.5
   EXPECT_TRUE(all_close(state.first, {0.3, -0.05}, 1e-15));
@@ -64,11 +67,11 @@ TEST(AdamW, FirstStepMovesByTheLearningRateAgainstTheSign) {
 TEST(AdamW, SecondStepUsesTheCorrectionsOfStepTwo) {
   // g = 1 then 3: m = 0.09 + 0.3 = 0.39, v = 0.0099 + 0.09 = 0.0999; corrections 1 - 0.81 = 0.19 and 1 - 0.9801 = 0.0199.
   const State state({0.0}, {1.0});
-  adamw(args_of({state.parameter()}, 1), ctx());
+  update({state.parameter()}, 1);
   const double after_first = state.weight.item();
   state.grad.fill_(3.0);
 
-  adamw(args_of({state.parameter()}, 2), ctx());
+  update({state.parameter()}, 2);
 
   EXPECT_NEAR(state.weight.item(), after_first - 0.1 * (0.39 / 0.19) / (std::sqrt(0.0999 / 0.0199) + 1e-8), 1e-15);
 }
@@ -76,7 +79,7 @@ TEST(AdamW, SecondStepUsesTheCorrectionsOfStepTwo) {
 TEST(AdamW, ZeroGradientLeavesTheWeight) {
   const State state({2.0}, {0.0});
 
-  adamw(args_of({state.parameter()}, 1), ctx());
+  update({state.parameter()}, 1);
 
   EXPECT_EQ(state.weight.item(), 2.0);  // 0 / (0 + eps), not 0 / 0
 }
@@ -84,7 +87,7 @@ TEST(AdamW, ZeroGradientLeavesTheWeight) {
 TEST(AdamW, EpsilonIsAddedOutsideTheRoot) {
   const State state({0.0}, {1.0});
 
-  adamw(args_of({state.parameter()}, 1, /*eps=*/1.0), ctx());
+  update({state.parameter()}, 1, /*eps=*/1.0);
 
   EXPECT_NEAR(state.weight.item(), -0.1 / 2.0, 1e-15);
 }
@@ -93,13 +96,12 @@ TEST(AdamW, WritesTheRoundedCopyOfFloatMasterWeights) {
   const Tensor weight = Tensor::full({3}, 1.0), grad = Tensor::full({3}, 1.0);
   const Tensor first = Tensor::zeros({3}), second = Tensor::zeros({3}), rounded = Tensor::zeros({3}, DType::bf16);
 
-  adamw(args_of({{.weight = weight.mutable_view(),
-                  .grad = grad.view(),
-                  .first_moment = first.mutable_view(),
-                  .second_moment = second.mutable_view(),
-                  .rounded = rounded.mutable_view()}},
-                1),
-        ctx());
+  update({{.weight = weight.mutable_view(),
+           .grad = grad.view(),
+           .first_moment = first.mutable_view(),
+           .second_moment = second.mutable_view(),
+           .rounded = rounded.mutable_view()}},
+         1);
 
   EXPECT_TRUE(all_close(weight, {0.9, 0.9, 0.9}, 1e-7));
   EXPECT_TRUE(all_equal(rounded, cast(weight, DType::bf16).to_doubles()));
@@ -107,9 +109,8 @@ TEST(AdamW, WritesTheRoundedCopyOfFloatMasterWeights) {
 
 TEST(AdamW, RefusesBadArgumentsByName) {
   State state({1.0}, {1.0});
-  EXPECT_EQ(error_of([&] { adamw(args_of({state.parameter()}, 0), ctx()); }), "adamw: steps are counted from 1, got 0");
   state.grad = Tensor::zeros({1});
-  EXPECT_EQ(error_of([&] { adamw(args_of({state.parameter()}, 1), ctx()); }),
+  EXPECT_EQ(error_of([&] { update({state.parameter()}, 1); }),
             "adamw: gradient and moments must be dense float64 [1] like the weight; the gradient is float32 [1]");
 }
 
@@ -145,13 +146,17 @@ TEST(GlobalNorm, BitsDoNotDependOnTheThreadCount) {
   EXPECT_EQ(one, three);
 }
 
-TEST(ScaleAll, MultipliesEveryTensorInPlace) {
-  const Tensor a = Tensor::full({2}, 3.0), b = Tensor::full({1, 2}, 5.0, DType::f64);
+TEST(GlobalNorm, NamesTheFirstTensorThatIsNotFinite) {
+  const Tensor fine = Tensor::full({3}, 1.0), bad = Tensor::full({2}, std::nan("")), out = Tensor::zeros({}, DType::f64), first = Tensor::zeros({}, DType::f64);
+  const auto index_of = [&](const std::vector<Tensor>& tensors) {
+    GlobalNormArgs args{.tensors = {}, .out = out.mutable_view(), .first_nonfinite = first.mutable_view()};
+    for (const Tensor& tensor : tensors) args.tensors.push_back(tensor.view());
+    global_norm(args, ctx());
+    return first.item();
+  };
 
-  scale_all({.tensors = {a.mutable_view(), b.mutable_view()}, .factor = 0.5}, ctx());
-
-  EXPECT_TRUE(all_equal(a, {1.5, 1.5}));
-  EXPECT_TRUE(all_equal(b, {2.5, 2.5}));
+  EXPECT_EQ(index_of({fine, fine}), -1);
+  EXPECT_EQ(index_of({fine, bad, fine, bad}), 1);
 }
 
 }  // namespace

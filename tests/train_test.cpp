@@ -179,7 +179,7 @@ TEST(Accumulation, MicroBatchWithoutLabelsAddsNothing) {
   const std::vector<Batch> window = {some, none};
   const WindowLoss loss = accumulate_window(model, window, nullptr);
 
-  EXPECT_EQ(loss.sum, alone.sum);
+  EXPECT_EQ(loss.sum.item(), alone.sum.item());
   EXPECT_EQ(loss.labels, alone.labels);
   EXPECT_EQ(grads(), expected);
 }

@@ -114,40 +114,38 @@ struct ScatterTask {
   std::int64_t dweight_row, dweight_column;
 };
 
-// Adds to the row of every id whose run of equal keys starts at one of a block's places: kColumns columns of `width` elements at a
-// time, kRows threads sharing the run.
+// Adds to the row of every id whose run of equal keys starts at one of a block's places. blockIdx.y chooses kColumns columns of
+// `width` elements; kRows threads share the run.
 template <int width, typename T, typename Out>
 __global__ void scatter_kernel(const __grid_constant__ ScatterTask<T, Out> task) {
   using A = accumulate_t<T>;
   __shared__ A sums[kRows][kColumns * width];
   const int column = threadIdx.x % kColumns, row = threadIdx.x / kColumns;
+  const std::int64_t tile = std::int64_t{blockIdx.y} * kColumns * width, c = tile + column * width;
   const std::int64_t last = min((static_cast<std::int64_t>(blockIdx.x) + 1) * kPlaces, task.n);
   for (std::int64_t from = static_cast<std::int64_t>(blockIdx.x) * kPlaces; from < last; ++from) {
     const std::uint32_t id = task.keys[from];
     if (id >= task.V || (from > 0 && task.keys[from - 1] == id)) continue;
     const std::int64_t to = end_of_run(task.keys, from, task.n);
-    for (std::int64_t tile = 0; tile < task.C; tile += kColumns * width) {
-      const std::int64_t c = tile + column * width;
-      A sum[width] = {};
-      if (c < task.C) {
+    A sum[width] = {};
+    if (c < task.C) {
 #pragma unroll 4
-        for (std::int64_t i = from + row; i < to; i += kRows) {
-          const auto pack = *reinterpret_cast<const Pack<T, width>*>(task.dout + task.positions[i] * task.dout_row + c * task.dout_column);
+      for (std::int64_t i = from + row; i < to; i += kRows) {
+        const auto pack = *reinterpret_cast<const Pack<T, width>*>(task.dout + task.positions[i] * task.dout_row + c * task.dout_column);
 #pragma unroll
-          for (int k = 0; k < width; ++k) sum[k] += convert<A>(pack.at[k]);
-        }
+        for (int k = 0; k < width; ++k) sum[k] += convert<A>(pack.at[k]);
       }
-#pragma unroll
-      for (int k = 0; k < width; ++k) sums[row][column * width + k] = sum[k];
-      __syncthreads();
-      for (int k = threadIdx.x; k < kColumns * width && tile + k < task.C; k += kBlock) {
-        A total = 0;
-        for (int other = 0; other < kRows; ++other) total += sums[other][k];
-        Out& out = task.dweight[id * task.dweight_row + (tile + k) * task.dweight_column];
-        out = convert<Out>(convert<A>(out) + total);
-      }
-      __syncthreads();
     }
+#pragma unroll
+    for (int k = 0; k < width; ++k) sums[row][column * width + k] = sum[k];
+    __syncthreads();
+    for (int k = threadIdx.x; k < kColumns * width && tile + k < task.C; k += kBlock) {
+      A total = 0;
+      for (int other = 0; other < kRows; ++other) total += sums[other][k];
+      Out& out = task.dweight[id * task.dweight_row + (tile + k) * task.dweight_column];
+      out = convert<Out>(convert<A>(out) + total);
+    }
+    __syncthreads();
   }
 }
 
@@ -186,9 +184,13 @@ void scatter(const EmbeddingBackwardArgs& args, const ExecContext& ctx) {
   const ScatterTask<T, Out> task{static_cast<const std::uint32_t*>(sorted.keys.data()), static_cast<const std::int32_t*>(sorted.positions.data()),
                                  n, V, args.dout.shape[1], args.dout.as<T>(), args.dout.strides[0], args.dout.strides[1],
                                  args.dweight.as<Out>(), args.dweight.strides[0], args.dweight.strides[1]};
-  const auto grid = static_cast<unsigned>((n + kPlaces - 1) / kPlaces);
-  if (has_packs(args.dout, kWide<T>)) scatter_kernel<kWide<T>><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
-  else scatter_kernel<1><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+  const auto launch = [&](auto width) {
+    const std::int64_t tile = kColumns * width;
+    const dim3 grid(static_cast<unsigned>((n + kPlaces - 1) / kPlaces), static_cast<unsigned>((task.C + tile - 1) / tile));
+    scatter_kernel<width><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+  };
+  if (has_packs(args.dout, kWide<T>)) launch(std::integral_constant<int, kWide<T>>{});
+  else launch(std::integral_constant<int, 1>{});
   check_launch("embedding_backward");
 }
 

@@ -1,11 +1,38 @@
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/elementwise/elementwise.h"
 #include "kernels/runtime/dispatch.h"
 
 namespace heddle {
+namespace {
+
+bool fuses_gelu([[maybe_unused]] const GemmArgs& args, [[maybe_unused]] const ExecContext& ctx) {
+#if HEDDLE_WITH_CUDA
+  return ctx.device.is_cuda() && cuda::gemm_fuses_gelu(args);
+#else
+  return false;
+#endif
+}
+
+// The product, then the GELU over it.
+void gemm_and_gelu(const GemmArgs& args, const ExecContext& ctx) {
+  GemmArgs product = args;
+  product.before_gelu = {};
+  product.dgelu_at = {};
+  if (args.before_gelu.defined()) {
+    product.c = args.before_gelu;
+    gemm(product, ctx);
+    unary({.op = UnaryOp::gelu_tanh, .x = args.before_gelu, .out = args.c}, ctx);
+  } else {
+    gemm(product, ctx);
+    unary_backward({.op = UnaryOp::gelu_tanh, .x = args.dgelu_at, .dout = args.c, .dx = args.c}, ctx);
+  }
+}
+
+}  // namespace
 
 void gemm(const GemmArgs& args, const ExecContext& ctx) {
-  const auto& [a, b, c, bias, write] = args;
+  const auto& [a, b, c, bias, write, before_gelu, dgelu_at] = args;
   const int rank = c.shape.rank();
   HEDDLE_CHECK(rank >= 2 && a.shape.rank() == rank && b.shape.rank() == rank, "gemm: ranks must be equal and at least 2, got ",
                a.shape, ", ", b.shape, " and ", c.shape);
@@ -20,7 +47,14 @@ void gemm(const GemmArgs& args, const ExecContext& ctx) {
     HEDDLE_CHECK(bias.shape == Shape{c.shape.back()} && bias.dtype == a.dtype && write == Write::assign,
                  "gemm: bias must be ", a.dtype, " [", c.shape.back(), "] with an assigned output, got ", bias.dtype, " ",
                  bias.shape);
+  if (before_gelu.defined() || dgelu_at.defined()) {
+    const ConstView at = before_gelu.defined() ? ConstView(before_gelu) : dgelu_at;
+    HEDDLE_CHECK(at.shape == c.shape && at.dtype == c.dtype && write == Write::assign &&
+                     before_gelu.defined() != dgelu_at.defined() && !(dgelu_at.defined() && bias.defined()),
+                 "gemm: the input of the GELU must be ", c.dtype, " ", c.shape, " like the assigned output, got ", at.dtype, " ", at.shape);
+  }
   if (c.numel() == 0) return;
+  if ((before_gelu.defined() || dgelu_at.defined()) && !fuses_gelu(args, ctx)) return gemm_and_gelu(args, ctx);
   HEDDLE_DISPATCH(ctx, gemm, args);
 }
 

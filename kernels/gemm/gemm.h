@@ -12,13 +12,17 @@ namespace heddle {
 //   bias  [N]          dtype of a; optional, only with Write::assign
 // Batch dimensions must be equal; a stride of 0 repeats a matrix. A transposed operand is one with transposed strides.
 // Sums are float32 (float64 for float64), in an order that does not depend on the number of threads. K = 0 gives bias or
-// zero.
+// zero. At most one of these, of c's shape and dtype, only with Write::assign:
+//   before_gelu  written with a b + bias; c is then gelu_tanh (elementwise.h) of it
+//   dgelu_at     c = (a b) * gelu_tanh'(dgelu_at), the gradient of what went into a GELU; no bias
 struct GemmArgs {
   ConstView a;
   ConstView b;
   MutView c;
   ConstView bias = {};
   Write write = Write::assign;
+  MutView before_gelu = {};
+  ConstView dgelu_at = {};
 };
 void gemm(const GemmArgs& args, const ExecContext& ctx);
 
@@ -27,6 +31,8 @@ void gemm(const GemmArgs& args, const ExecContext& ctx);
 }
 namespace cuda {
 void gemm(const GemmArgs& args, const ExecContext& ctx);
+// Whether gemm takes before_gelu or dgelu_at of such a product; it is never given others.
+bool gemm_fuses_gelu(const GemmArgs& args);
 }
 
 }  // namespace heddle

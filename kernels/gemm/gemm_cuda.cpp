@@ -81,13 +81,16 @@ Shape batch_part(const Shape& values) {
   return batch;
 }
 
-// c = a b + bias or c += a b for a row-major c, one call for every run of evenly spaced matrices.
-void multiply(const ConstView& a, const ConstView& b, const MutView& c, const ConstView& bias, Write write, const ExecContext& ctx) {
+// A product whose c is row-major, one call for every run of evenly spaced matrices.
+void multiply(const GemmArgs& args, const ExecContext& ctx) {
+  const auto& [a, b, c, bias, write, before_gelu, dgelu_at] = args;
   const StridedLoop<3> batches(batch_part(c.shape), {batch_part(a.strides), batch_part(b.strides), batch_part(c.strides)});
   batches.walk(0, batches.shape.numel(), [&](const std::array<std::int64_t, 3>& at, std::int64_t count) {
-    const void* a_data = address(a, at[0]);
-    const void* b_data = address(b, at[1]);
-    void* c_data = const_cast<void*>(address(c, at[2]));
+    const GemmPointers pointers{.a = address(b, at[1]),
+                                .b = address(a, at[0]),
+                                .d = const_cast<void*>(address(c, at[2])),
+                                .bias = bias.data,
+                                .aux = before_gelu.defined() ? before_gelu.data : dgelu_at.data};
     GemmKey key{.a = swapped_layout(b, batches.inner_stride(1)),
                 .b = swapped_layout(a, batches.inner_stride(0)),
                 .d = swapped_layout(c, batches.inner_stride(2)),
@@ -97,10 +100,12 @@ void multiply(const ConstView& a, const ConstView& b, const MutView& c, const Co
                 .has_bias = bias.defined() ? 1 : 0,
                 .accumulates = write == Write::accumulate ? 1 : 0,
                 .allows_tf32 = ctx.allow_tf32 ? 1 : 0};
-    key.a.alignment = alignment_of(b_data);
-    key.b.alignment = alignment_of(a_data);
-    key.d.alignment = alignment_of(c_data);
-    run_gemm(key, b_data, a_data, c_data, bias.data, ctx);
+    if (before_gelu.defined()) key.epilogue = Epilogue::gelu;
+    if (dgelu_at.defined()) key.epilogue = Epilogue::dgelu;
+    key.a.alignment = alignment_of(pointers.a);
+    key.b.alignment = alignment_of(pointers.b);
+    key.d.alignment = alignment_of(pointers.d);
+    run_gemm(key, pointers, ctx);
   });
 }
 
@@ -123,6 +128,14 @@ class EpilogueBias {
 
 }  // namespace
 
+// Dense half matrices whose rows start at multiples of 16 bytes, which is what the library's fused kernels are made for.
+bool gemm_fuses_gelu(const GemmArgs& args) {
+  const ConstView c = args.c, aux = args.before_gelu.defined() ? ConstView(args.before_gelu) : args.dgelu_at;
+  const bool is_half = c.dtype == args.a.dtype && dtype_size(c.dtype) == 2;
+  const auto is_aligned = [](const ConstView& view) { return view.is_contiguous() && alignment_of(view.data) >= 16; };
+  return is_half && c.shape.rank() == 2 && c.shape[1] % 8 == 0 && args.a.shape[1] > 0 && is_aligned(c) && is_aligned(aux);
+}
+
 void gemm(const GemmArgs& args, const ExecContext& ctx) {
   const DType in = args.a.dtype, out = args.c.dtype;
   HEDDLE_CHECK(is_floating(in) && (out == in || in != DType::f64), "gemm: no product of ", in, " into ", out, "; cast the operands first");
@@ -134,20 +147,29 @@ void gemm(const GemmArgs& args, const ExecContext& ctx) {
   }
   const Operand a(args.a, ctx), b(args.b, ctx);
   const bool is_swapped = !is_row_major(args.c);
+  GemmArgs product = args;
+  product.a = a.view();
+  product.b = b.view();
   if (args.bias.defined() && (is_swapped || in == DType::f64)) {
     // The epilogue adds along rows of c, and not in float64. Elsewhere the bias is there first and the product is added to it, in
     // the type the sums are kept in.
     const Dense wide(args.c.shape, in == DType::f64 ? in : DType::f32, ctx);
     heddle::copy({.source = args.bias, .out = wide.view}, ctx);
-    multiply(a.view(), b.view(), wide.view, {}, Write::accumulate, ctx);
+    product.c = wide.view;
+    product.bias = {};
+    product.write = Write::accumulate;
+    multiply(product, ctx);
     heddle::copy({.source = wide.view, .out = args.c}, ctx);
   } else if (is_swapped) {
     const ConstView turned = transposed(args.c);
-    multiply(transposed(b.view()), transposed(a.view()), {const_cast<void*>(turned.data), out, turned.device, turned.shape, turned.strides}, {},
-             args.write, ctx);
+    product.a = transposed(b.view());
+    product.b = transposed(a.view());
+    product.c = {const_cast<void*>(turned.data), out, turned.device, turned.shape, turned.strides};
+    multiply(product, ctx);
   } else {
     const EpilogueBias bias(args.bias, out, ctx);
-    multiply(a.view(), b.view(), args.c, bias.view(), args.write, ctx);
+    product.bias = bias.view();
+    multiply(product, ctx);
   }
 }
 

@@ -66,6 +66,16 @@ void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attr
   HEDDLE_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)));
 }
 
+cublasLtEpilogue_t epilogue_of(const GemmKey& key) {
+  const bool has_bias = key.has_bias != 0;
+  switch (key.epilogue) {
+    case Epilogue::none: return has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    case Epilogue::gelu: return has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case Epilogue::dgelu: return CUBLASLT_EPILOGUE_DGELU;
+  }
+  return CUBLASLT_EPILOGUE_DEFAULT;
+}
+
 struct Plan {
   MatmulDesc matmul;
   LayoutDesc a, b, d;
@@ -79,7 +89,8 @@ struct Plan {
     HEDDLE_CUBLAS_CHECK(cublasLtMatmulDescCreate(matmul.out(), compute, is_double ? CUDA_R_64F : CUDA_R_32F));
     set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, key.a.is_transposed != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, key.b.is_transposed != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
-    if (key.has_bias != 0) set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(key));
+    if (key.epilogue != Epilogue::none) set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.d.leading);
     describe(a, key.a, in, key.batches);
     describe(b, key.b, in, key.batches);
     describe(d, key.d, out, key.batches);
@@ -147,21 +158,22 @@ Library& library(int index) {
 
 }  // namespace
 
-void run_gemm(const GemmKey& key, const void* a, const void* b, void* d, const void* bias, const ExecContext& ctx) {
+void run_gemm(const GemmKey& key, const GemmPointers& pointers, const ExecContext& ctx) {
   Library& lt = library(ctx.device.index);
   const std::lock_guard lock(lt.mutex);
   std::unique_ptr<Plan>& slot = lt.plans[key];
   if (slot == nullptr) slot = std::make_unique<Plan>(key, lt.handle);
   const Plan& plan = *slot;
-  if (key.has_bias != 0) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  if (key.has_bias != 0) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
+  if (key.epilogue != Epilogue::none) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.aux);
   const bool accumulates = key.accumulates != 0;
   const float alpha = 1.0f, beta = accumulates ? 1.0f : 0.0f;
   const double wide_alpha = 1.0, wide_beta = accumulates ? 1.0 : 0.0;
   const bool is_double = static_cast<DType>(key.in) == DType::f64;
   const void* alpha_pointer = is_double ? static_cast<const void*>(&wide_alpha) : &alpha;
   const void* beta_pointer = is_double ? static_cast<const void*>(&wide_beta) : &beta;
-  HEDDLE_CUBLAS_CHECK(cublasLtMatmul(lt.handle, plan.matmul.get(), alpha_pointer, a, plan.a.get(), b, plan.b.get(), beta_pointer, d,
-                                     plan.d.get(), d, plan.d.get(), &plan.algorithm, lt.workspace.data(), kWorkspaceBytes,
+  HEDDLE_CUBLAS_CHECK(cublasLtMatmul(lt.handle, plan.matmul.get(), alpha_pointer, pointers.a, plan.a.get(), pointers.b, plan.b.get(),
+                                     beta_pointer, pointers.d, plan.d.get(), pointers.d, plan.d.get(), &plan.algorithm, lt.workspace.data(), kWorkspaceBytes,
                                      static_cast<cudaStream_t>(ctx.stream)));
 }
 

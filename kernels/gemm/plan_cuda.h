@@ -18,6 +18,12 @@ struct MatrixLayout {
   std::int64_t alignment = 0;  // of its address in bytes, up to 256
 };
 
+enum class Epilogue : std::int64_t {
+  none,
+  gelu,   // aux = a b + bias, d = gelu_tanh(aux)
+  dgelu,  // d = a b * gelu_tanh'(aux)
+};
+
 // All that decides how a product is computed: d = a b + bias, or d += a b. Plain bytes without padding, so that two keys are equal
 // exactly when their bytes are.
 struct GemmKey {
@@ -27,11 +33,21 @@ struct GemmKey {
   std::int64_t has_bias = 0;
   std::int64_t accumulates = 0;
   std::int64_t allows_tf32 = 0;
+  Epilogue epilogue = Epilogue::none;
 };
-static_assert(sizeof(GemmKey) == 24 * sizeof(std::int64_t));
+static_assert(sizeof(GemmKey) == 25 * sizeof(std::int64_t));
 
-// Runs the product by the plan for its key; the plan is made, and the library's heuristic asked, the first time. `bias` is
-// [rows of d], of d's dtype, 16-byte aligned. Throws heddle::Error if cuBLASLt has no algorithm or refuses the call.
-void run_gemm(const GemmKey& key, const void* a, const void* b, void* d, const void* bias, const ExecContext& ctx);
+// Where the operands of one call are.
+struct GemmPointers {
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* d = nullptr;
+  const void* bias = nullptr;  // [rows of d], of d's dtype, 16-byte aligned
+  const void* aux = nullptr;   // laid out like d; written by Epilogue::gelu
+};
+
+// Runs the product by the plan for its key; the plan is made, and the library's heuristic asked, the first time. Throws
+// heddle::Error if cuBLASLt has no algorithm or refuses the call.
+void run_gemm(const GemmKey& key, const GemmPointers& pointers, const ExecContext& ctx);
 
 }  // namespace heddle::cuda

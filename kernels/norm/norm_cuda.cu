@@ -248,7 +248,7 @@ void norm_backward(const NormBackwardArgs& args, const ExecContext& ctx) {
   const bool wants_columns = args.dweight.defined() || args.dbias.defined();
   if (const std::int64_t chunks = norm_row_chunks(args, ctx); chunks > 0) {
     const Buffer parts(wants_columns ? chunks * 2 * args.x.shape[1] * std::int64_t{sizeof(float)} : 0, ctx.device);
-    norm_backward_rows(args, {static_cast<float*>(parts.data()), chunks}, ctx);
+    norm_backward_rows(args, static_cast<float*>(parts.data()), ctx);
     if (!wants_columns) return;
     if (args.x.dtype == DType::f32) add_up<float>(static_cast<const float*>(parts.data()), chunks, args, ctx);
     else add_up<bfloat16>(static_cast<const float*>(parts.data()), chunks, args, ctx);

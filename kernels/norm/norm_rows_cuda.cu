@@ -124,82 +124,123 @@ struct NormBackwardRowsTask {
   float* parts;
 };
 
-// Adds up what the warps of a block hold for the same columns, and writes it. Every thread of the block must call it.
-template <int kThreads, int kPacks, int V>
-__device__ void write_part(const float (&sums)[kPacks][V], int N, float* part) {
-  constexpr int kGroups = kBlock / kThreads;
-  if constexpr (kGroups == 1) {
-    for (int p = 0; p < kPacks; ++p)
-      for (int i = 0; i < V; ++i)
-        if (const int column = (p * kThreads + static_cast<int>(threadIdx.x)) * V + i; column < N) part[column] = sums[p][i];
-  } else {
-    __shared__ float shared[kGroups][kThreads * V];
+// A row is `lanes` threads, whole warps, with one pack each; a block has blockDim.x / lanes rows at a time.
+constexpr int kMostLanes = 512;  // leaves a thread 128 registers
+constexpr int kBackwardBlock = 256;  // threads of a block whose rows are short
+
+// Sums of two values over the threads of a row. `shared` [2][warps of the block]; which half it uses alternates with `turn`, so that
+// one barrier is enough. Every thread of the block must call it.
+__device__ float2 sum_row(float2 value, int lanes, int turn, float2* shared) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < V; ++i) shared[threadIdx.x / kThreads][threadIdx.x % kThreads * V + i] = sums[p][i];
-      __syncthreads();
-      const int column = p * kThreads * V + static_cast<int>(threadIdx.x);
-      if (threadIdx.x >= kThreads * V || column >= N) continue;
-      float total = 0;
-#pragma unroll
-      for (int other = 0; other < kGroups; ++other) total += shared[other][threadIdx.x];
-      part[column] = total;
-    }
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    value.x += __shfl_xor_sync(0xFFFFFFFFu, value.x, step);
+    value.y += __shfl_xor_sync(0xFFFFFFFFu, value.y, step);
   }
+  if (lanes == kWarp) return value;
+  float2* sums = shared + turn % 2 * (kMostLanes / kWarp);
+  const int warp = threadIdx.x / kWarp, warps = lanes / kWarp, first = warp / warps * warps;
+  if (threadIdx.x % kWarp == 0) sums[warp] = value;
+  __syncthreads();
+  value = sums[first];
+  for (int i = 1; i < warps; ++i) {
+    value.x += sums[first + i].x;
+    value.y += sums[first + i].y;
+  }
+  return value;
 }
 
-// Blocks a multiprocessor, so that a thread has the registers for its packs: 128, or 255 where there are more than 3.
-constexpr int blocks_per_multiprocessor(int packs) { return packs <= 3 ? 2 : 1; }
+// The packs of one row that a thread needs.
+template <typename T>
+struct BackwardPacks {
+  Pack<T, kWide<T>> x, dout, dsum;
+  float mean = 0, rstd = 0;
 
-template <int kThreads, int kPacks, typename T>
-__global__ void __launch_bounds__(kBlock, blocks_per_multiprocessor(kPacks))
-    norm_backward_rows_kernel(const __grid_constant__ NormBackwardRowsTask<T> task) {
+  __device__ void load_row(const NormBackwardRowsTask<T>& task, std::int64_t r, int column) {
+    if (r >= task.rows || column >= task.N) return;
+    x = load(task.x.at(r, column));
+    dout = load(task.dout.at(r, column));
+    if (task.dsum) dsum = load(task.dsum.at(r, column));
+    rstd = task.rstd[r];
+    if (task.is_layer) mean = task.mean[r];
+  }
+};
+
+// The next row is loaded while this one is worked on.
+template <typename T>
+__global__ void __launch_bounds__(kMostLanes) norm_backward_rows_kernel(const __grid_constant__ NormBackwardRowsTask<T> task, int lanes) {
   constexpr int V = kWide<T>;
-  const Group<kThreads> group;
-  const auto for_row = [&](const auto& fn) { for_packs<kThreads, kPacks, T>(task.N, group.lane, fn); };
-  float dweight[kPacks][V] = {}, dbias[kPacks][V] = {};
-  for (std::int64_t r = group.first; r < task.rows; r += group.stride) {
-    const float rstd = task.rstd[r], mean = task.is_layer ? task.mean[r] : 0.0f;
-    const auto xhat = [&](T x) { return (convert<float>(x) - mean) * rstd; };
-    Pack<T, V> x[kPacks], dout[kPacks];
-    float sum_g = 0, sum_gx = 0;
-    for_row([&](int p, int column) {
-      x[p] = load(task.x.at(r, column));
-      dout[p] = load(task.dout.at(r, column));
-      const Pack<T, V> weight = load_or(task.weight, column, 1.0f);
+  __shared__ float2 shared[2 * kMostLanes / kWarp];
+  extern __shared__ float columns[];
+  const int in_block = blockDim.x / lanes, group = threadIdx.x / lanes, column = threadIdx.x % lanes * V;
+  const bool is_inside = column < task.N;
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * in_block;
+  Pack<T, V> weight;
+  if (is_inside) weight = load_or(task.weight, column, 1.0f);
+  float dweight[V] = {}, dbias[V] = {};
+  BackwardPacks<T> row, next;
+  std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * in_block;
+  next.load_row(task, first + group, column);
+  for (int turn = 0; first < task.rows; first += stride, ++turn) {
+    const std::int64_t r = first + group;
+    const bool is_used = is_inside && r < task.rows;
+    row = next;
+    next.load_row(task, r + stride, column);
+    float g[V], xhat[V];
+    float2 sums = {0, 0};
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float d = convert<float>(dout[p].at[i]), g = d * convert<float>(weight.at[i]), normal = xhat(x[p].at[i]);
-        sum_g += g;
-        sum_gx += g * normal;
-        dweight[p][i] += d * normal;
-        dbias[p][i] += d;
-      }
-    });
+    for (int i = 0; i < V; ++i) {
+      const float d = is_used ? convert<float>(row.dout.at[i]) : 0.0f;
+      xhat[i] = is_used ? (convert<float>(row.x.at[i]) - row.mean) * row.rstd : 0.0f;
+      g[i] = is_used ? d * convert<float>(weight.at[i]) : 0.0f;
+      sums.x += g[i];
+      sums.y += g[i] * xhat[i];
+      dweight[i] += d * xhat[i];
+      dbias[i] += d;
+    }
     if (!task.dx) continue;
-    const float mean_g = task.is_layer ? sum_group<kThreads>(sum_g) / static_cast<float>(task.N) : 0.0f;
-    const float mean_gx = sum_group<kThreads>(sum_gx) / static_cast<float>(task.N);
-    for_row([&](int p, int column) {
-      const Pack<T, V> weight = load_or(task.weight, column, 1.0f);
-      Pack<T, V> before, dx;
-      if (task.dsum) before = load(task.dsum.at(r, column));
+    sums = sum_row(sums, lanes, turn, shared);
+    const float mean_g = task.is_layer ? sums.x / static_cast<float>(task.N) : 0.0f, mean_gx = sums.y / static_cast<float>(task.N);
+    if (!is_used) continue;
+    Pack<T, V> dx;
 #pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const float g = convert<float>(dout[p].at[i]) * convert<float>(weight.at[i]);
-        float value = rstd * (g - mean_g - xhat(x[p].at[i]) * mean_gx);
-        if (task.dsum) value += convert<float>(before.at[i]);
-        dx.at[i] = convert<T>(value);
-      }
-      store(task.dx.at(r, column), dx);
-    });
+    for (int i = 0; i < V; ++i) {
+      const float own = row.rstd * (g[i] - mean_g - xhat[i] * mean_gx);
+      dx.at[i] = convert<T>(task.dsum ? convert<float>(row.dsum.at[i]) + own : own);
+    }
+    store(task.dx.at(r, column), dx);
   }
   if (task.parts == nullptr) return;
   float* part = task.parts + static_cast<std::int64_t>(blockIdx.x) * 2 * task.N;
-  write_part<kThreads, kPacks, V>(dweight, task.N, part);
-  write_part<kThreads, kPacks, V>(dbias, task.N, part + task.N);
+  const auto write = [&](const float (&own)[V], float* to) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < V; ++i) columns[threadIdx.x * V + i] = own[i];
+    __syncthreads();
+    for (int c = threadIdx.x; c < task.N; c += blockDim.x) {
+      float total = 0;
+      for (int other = 0; other < in_block; ++other) total += columns[other * lanes * V + c];
+      to[c] = total;
+    }
+  };
+  write(dweight, part);
+  write(dbias, part + task.N);
 }
+
+// The shape of that launch.
+struct BackwardLaunch {
+  int lanes, threads;
+  std::int64_t blocks;
+
+  BackwardLaunch(const ConstView& x, const ExecContext& ctx) {
+    const std::int64_t nbytes = x.shape[1] * static_cast<std::int64_t>(dtype_size(x.dtype)), warp_bytes = 16 * kWarp;
+    lanes = static_cast<int>((nbytes + warp_bytes - 1) / warp_bytes) * kWarp;
+    const int in_block = std::max(1, kBackwardBlock / lanes);
+    threads = in_block * lanes;
+    // Up to 4 blocks a multiprocessor: enough loads under way, and few parts to add up.
+    const std::int64_t most = std::int64_t{std::clamp(1024 / threads, 1, 4)} * device_info(ctx.device.index).multiprocessors;
+    blocks = std::min((x.shape[0] + in_block - 1) / in_block, most);
+  }
+};
 
 bool has_wide_rows(const ConstView& view) {
   if (!view.defined()) return true;
@@ -209,15 +250,15 @@ bool has_wide_rows(const ConstView& view) {
   return rank == 1 || view.strides[0] * size % 16 == 0;
 }
 
-// The longest row, in packs of a thread of a warp and of a block.
-constexpr int kWarpPacks = 6;  // with 8 the backward spills 80 bytes (ptxas 13.0)
-constexpr int kBlockPacks = 4;
+// The longest row, in packs of a thread, where a warp or a block has it.
+constexpr int kWarpPacks = 6;
+constexpr int kBlockPacks = kMostLanes / kBlock;
 
 bool fits(std::initializer_list<ConstView> views) {
   const ConstView& x = *views.begin();
   if (x.dtype != DType::f32 && x.dtype != DType::bf16) return false;
   const std::int64_t nbytes = x.shape[1] * static_cast<std::int64_t>(dtype_size(x.dtype));
-  return nbytes % 16 == 0 && nbytes <= 16 * kBlock * kBlockPacks && std::all_of(views.begin(), views.end(), has_wide_rows);
+  return nbytes % 16 == 0 && nbytes <= 16 * kMostLanes && std::all_of(views.begin(), views.end(), has_wide_rows);
 }
 
 // Calls fn(kThreads, kPacks, T) as types for rows like those of x.
@@ -255,24 +296,22 @@ bool norm_rows(const NormArgs& args, const ExecContext& ctx) {
 
 std::int64_t norm_row_chunks(const NormBackwardArgs& args, const ExecContext& ctx) {
   if (args.x.numel() == 0 || !fits({args.x, args.dout, args.dsum, args.dx, args.weight})) return 0;
-  std::int64_t chunks = 0;
-  with_rows(args.x, [&](auto threads, auto packs, auto) {
-    const std::int64_t most = std::int64_t{blocks_per_multiprocessor(packs)} * device_info(ctx.device.index).multiprocessors;
-    chunks = std::min((args.x.shape[0] + Group<threads>::kInBlock - 1) / Group<threads>::kInBlock, most);
-  });
-  return chunks;
+  return BackwardLaunch(args.x, ctx).blocks;
 }
 
-void norm_backward_rows(const NormBackwardArgs& args, const NormParts& parts, const ExecContext& ctx) {
-  with_rows(args.x, [&](auto threads, auto packs, auto tag) {
+void norm_backward_rows(const NormBackwardArgs& args, float* parts, const ExecContext& ctx) {
+  const BackwardLaunch shape(args.x, ctx);
+  const auto launch = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const bool is_layer = args.kind == NormKind::layer;
     const NormBackwardRowsTask<T> task{is_layer, args.x.shape[0], static_cast<int>(args.x.shape[1]), rows_of<const T>(args.x),
                                        rows_of<const T>(args.dout), rows_of<const T>(args.dsum), rows_of<T>(args.dx),
-                                       data_of<T>(args.weight), is_layer ? args.mean.as<float>() : nullptr, args.rstd.as<float>(),
-                                       parts.data};
-    norm_backward_rows_kernel<threads, packs><<<static_cast<unsigned>(parts.chunks), kBlock, 0, stream_of(ctx)>>>(task);
-  });
+                                       data_of<T>(args.weight), is_layer ? args.mean.as<float>() : nullptr, args.rstd.as<float>(), parts};
+    const std::size_t shared = static_cast<std::size_t>(shape.threads) * kWide<T> * sizeof(float);
+    norm_backward_rows_kernel<<<static_cast<unsigned>(shape.blocks), shape.threads, shared, stream_of(ctx)>>>(task, shape.lanes);
+  };
+  if (args.x.dtype == DType::f32) launch(std::type_identity<float>{});
+  else launch(std::type_identity<bfloat16>{});
   check_launch("norm_backward");
 }
 

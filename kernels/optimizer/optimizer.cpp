@@ -18,26 +18,28 @@ void check_parameter(const AdamWParameter& parameter) {
                parameter.rounded.shape);
 }
 
+void check_scalar(const char* what, const ConstView& view, DType dtype) {
+  HEDDLE_CHECK(view.dtype == dtype && view.shape == Shape{} && view.defined(), what, " must be ", dtype, " [], got ", view.dtype, " ", view.shape);
+}
+
 }  // namespace
 
 void adamw(const AdamWArgs& args, const ExecContext& ctx) {
-  HEDDLE_CHECK(args.step >= 1, "adamw: steps are counted from 1, got ", args.step);
   for (const AdamWParameter& parameter : args.parameters) check_parameter(parameter);
+  check_scalar("adamw: learning_rate", args.learning_rate, DType::f64);
+  check_scalar("adamw: grad_scale", args.grad_scale, DType::f64);
+  check_scalar("adamw: grad_norm", args.grad_norm, DType::f64);
+  if (args.loss.defined()) check_scalar("adamw: loss", args.loss, DType::f64);
+  check_scalar("adamw: step", args.step, DType::i64);
   HEDDLE_DISPATCH(ctx, adamw, args);
 }
 
 void global_norm(const GlobalNormArgs& args, const ExecContext& ctx) {
-  HEDDLE_CHECK(args.out.dtype == DType::f64 && args.out.shape == Shape{}, "global_norm: the result is float64 [], got ",
-               args.out.dtype, " ", args.out.shape);
+  check_scalar("global_norm: the result", args.out, DType::f64);
+  if (args.first_nonfinite.defined()) check_scalar("global_norm: first_nonfinite", args.first_nonfinite, DType::f64);
   for (const ConstView& tensor : args.tensors)
     HEDDLE_CHECK(tensor.is_contiguous(), "global_norm: needs dense tensors, got ", tensor.shape, " with strides ", tensor.strides);
   HEDDLE_DISPATCH(ctx, global_norm, args);
-}
-
-void scale_all(const ScaleAllArgs& args, const ExecContext& ctx) {
-  for (const MutView& tensor : args.tensors)
-    HEDDLE_CHECK(tensor.is_contiguous(), "scale_all: needs dense tensors, got ", tensor.shape, " with strides ", tensor.strides);
-  HEDDLE_DISPATCH(ctx, scale_all, args);
 }
 
 }  // namespace heddle

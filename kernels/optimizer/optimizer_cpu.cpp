@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/elementwise/elementwise.h"
+#include "kernels/optimizer/update_numbers.h"
 #include "kernels/runtime/parallel.h"
 
 namespace heddle::cpu {
@@ -13,21 +14,19 @@ namespace {
 constexpr std::int64_t kGrain = 16384;
 
 template <typename A>
-void adamw_typed(const AdamWArgs& args, const AdamWParameter& parameter) {
+void adamw_typed(const AdamWArgs& args, const AdamWParameter& parameter, const UpdateNumbers& numbers) {
   A* weight = parameter.weight.as<A>();
   A* first = parameter.first_moment.as<A>();
   A* second = parameter.second_moment.as<A>();
   const A* grad = parameter.grad.as<A>();
-  const auto t = static_cast<double>(args.step);
-  const double correction1 = 1.0 - std::pow(args.beta1, t), correction2 = 1.0 - std::pow(args.beta2, t);
   const A keep1 = static_cast<A>(args.beta1), take1 = static_cast<A>(1.0 - args.beta1);
   const A keep2 = static_cast<A>(args.beta2), take2 = static_cast<A>(1.0 - args.beta2);
-  const A keep_weight = static_cast<A>(1.0 - args.learning_rate * parameter.weight_decay);
-  const A rate = static_cast<A>(args.learning_rate / correction1), root = static_cast<A>(1.0 / std::sqrt(correction2));
+  const A keep_weight = static_cast<A>(1.0 - numbers.learning_rate * parameter.weight_decay);
+  const A rate = static_cast<A>(numbers.rate), root = static_cast<A>(numbers.root), factor = static_cast<A>(numbers.factor);
   const A eps = static_cast<A>(args.eps);
   parallel_for(parameter.weight.numel(), kGrain, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const A g = grad[i];
+      const A g = factor * grad[i];
       const A m = keep1 * first[i] + take1 * g;
       const A v = keep2 * second[i] + take2 * g * g;
       first[i] = m;
@@ -77,22 +76,29 @@ double sum_of_squares(const ConstView& tensor) {
 }  // namespace
 
 void adamw(const AdamWArgs& args, const ExecContext& ctx) {
+  const UpdateInputs inputs = {args.beta1, args.beta2, args.max_grad_norm, *args.learning_rate.as<double>(),
+                               *args.grad_scale.as<double>(), *args.grad_norm.as<double>(),
+                               args.loss.defined() ? *args.loss.as<double>() : 0.0};
+  std::int64_t& step = *args.step.as<std::int64_t>();
+  const UpdateNumbers numbers = update_numbers(inputs, step + 1);
+  if (!numbers.applies) return;
+  step += 1;
   for (const AdamWParameter& parameter : args.parameters) {
-    if (parameter.weight.dtype == DType::f64) adamw_typed<double>(args, parameter);
-    else adamw_typed<float>(args, parameter);
+    if (parameter.weight.dtype == DType::f64) adamw_typed<double>(args, parameter, numbers);
+    else adamw_typed<float>(args, parameter, numbers);
     if (parameter.rounded.defined()) heddle::copy({.source = parameter.weight, .out = parameter.rounded}, ctx);
   }
 }
 
 void global_norm(const GlobalNormArgs& args, const ExecContext&) {
-  double total = 0.0;
-  for (const ConstView& tensor : args.tensors) total += sum_of_squares(tensor);
+  double total = 0.0, first_nonfinite = -1.0;
+  for (std::size_t i = 0; i < args.tensors.size(); ++i) {
+    const double squares = sum_of_squares(args.tensors[i]);
+    if (!std::isfinite(squares) && first_nonfinite < 0) first_nonfinite = static_cast<double>(i);
+    total += squares;
+  }
   *args.out.as<double>() = std::sqrt(total);
-}
-
-void scale_all(const ScaleAllArgs& args, const ExecContext& ctx) {
-  for (const MutView& tensor : args.tensors)
-    heddle::unary({.op = UnaryOp::scale, .x = tensor, .out = tensor, .parameter = args.factor}, ctx);
+  if (args.first_nonfinite.defined()) *args.first_nonfinite.as<double>() = first_nonfinite;
 }
 
 }  // namespace heddle::cpu

@@ -110,6 +110,45 @@ __global__ void sum_columns_kernel(const __grid_constant__ SumTask<T, Out> task)
   }
 }
 
+// The same for columns of a dense, aligned matrix: a thread has kWide neighbouring outputs, one load a term.
+template <typename T, typename Out>
+__global__ void sum_wide_columns_kernel(const __grid_constant__ SumTask<T, Out> task) {
+  using A = accumulate_t<T>;
+  constexpr int V = kWide<T>, kTile = kWarp * V;
+  __shared__ A sums[kColumnRows][kTile];
+  const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
+  const std::int64_t split = blockIdx.y, first = static_cast<std::int64_t>(blockIdx.x) * kTile, own = first + lane * V;
+  A sum[V] = {};
+  if (own < task.kept.count) {
+    const T* x = task.x + own;
+    const std::int64_t stride = task.reduced.step[0][0], to = task.first_term(split + 1);
+#pragma unroll 8
+    for (std::int64_t i = task.first_term(split) + row; i < to; i += kColumnRows) {
+      const auto pack = *reinterpret_cast<const Pack<T, V>*>(x + i * stride);
+#pragma unroll
+      for (int k = 0; k < V; ++k) sum[k] += convert<A>(pack.at[k]);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < V; ++k) sums[row][lane * V + k] = sum[k];
+  __syncthreads();
+  for (int c = threadIdx.x; c < kTile && first + c < task.kept.count; c += kBlock) {
+    A total = sums[0][c];
+    for (int r = 1; r < kColumnRows; ++r) total += sums[r][c];
+    task.finish(first + c, split, (first + c) * task.kept.step[1][0], total);
+  }
+}
+
+// Terms worth a task of their own there.
+constexpr std::int64_t kWideTaskTerms = 128;
+
+template <typename T>
+bool has_wide_columns(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& reduced) {
+  if (!std::is_same_v<T, float> && !std::is_same_v<T, bfloat16>) return false;
+  return kept.shape.rank() == 1 && reduced.shape.rank() == 1 && kept.inner_stride(0) == 1 && kept.inner_size() % kWide<T> == 0 &&
+         reduced.inner_stride(0) % kWide<T> == 0 && reinterpret_cast<std::uintptr_t>(x) % 16 == 0;
+}
+
 // Runs one sum; where the outputs alone do not fill the card, in two stages.
 template <typename T, typename Out>
 void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& reduced, Out* out, double factor, Write write,
@@ -117,8 +156,9 @@ void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& redu
   using A = accumulate_t<T>;
   const std::int64_t outputs = kept.shape.numel(), terms = reduced.shape.numel();
   const bool is_rows = reduced.inner_size() > 1 && (kept.inner_size() == 1 || reduced.inner_stride(0) < kept.inner_stride(0));
-  const std::int64_t tasks = is_rows ? outputs : (outputs + kWarp - 1) / kWarp;
-  const std::int64_t most = std::clamp<std::int64_t>(terms / kTaskTerms, 1, kMostSplits);
+  const bool is_wide = !is_rows && has_wide_columns(x, kept, reduced);
+  const std::int64_t tile = is_rows ? 1 : (is_wide ? kWarp * kWide<T> : kWarp), tasks = (outputs + tile - 1) / tile;
+  const std::int64_t most = std::clamp<std::int64_t>(terms / (is_wide ? kWideTaskTerms : kTaskTerms), 1, kMostSplits);
   const std::int64_t splits = may_split ? std::clamp<std::int64_t>(kEnoughTasks / tasks, 1, most) : 1;
   Buffer partial;
   if (splits > 1) partial = Buffer(splits * outputs * static_cast<std::int64_t>(sizeof(A)), ctx.device);
@@ -129,6 +169,11 @@ void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& redu
       const int grid = grid_for(outputs * splits, Group<threads>::kInBlock, ctx);
       sum_rows_kernel<threads><<<grid, kBlock, 0, stream_of(ctx)>>>(task);
     });
+  } else if (is_wide) {
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>) {
+      const dim3 grid(static_cast<unsigned>(tasks), static_cast<unsigned>(splits));
+      sum_wide_columns_kernel<<<grid, kBlock, 0, stream_of(ctx)>>>(task);
+    }
   } else {
     const dim3 grid(grid_for(tasks, 1, ctx), static_cast<unsigned>(splits));
     sum_columns_kernel<<<grid, kBlock, 0, stream_of(ctx)>>>(task);

@@ -1,5 +1,6 @@
 #include "kernels/runtime/device_cuda.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "kernels/runtime/cuda_check.h"
+#include "kernels/runtime/host_copy.h"
 #include "kernels/runtime/probe_cuda.h"
 
 namespace heddle::cuda {
@@ -43,6 +45,18 @@ struct UploadRing {
   int next = 0;
 };
 
+// Slots of HostCopy::kMaxBytes of pinned memory, each with the event after its copy.
+struct HostCopies {
+  static constexpr int kSlots = 32;
+  std::mutex mutex;
+  std::byte* memory = nullptr;
+  std::array<cudaEvent_t, kSlots> events{};
+  std::array<bool, kSlots> is_used{};
+
+  std::byte* slot(int i) const { return memory + i * HostCopy::kMaxBytes; }
+  cudaEvent_t event(int i) const { return events[static_cast<std::size_t>(i)]; }
+};
+
 // Per-device state, made on first use and kept until the process ends.
 struct DeviceState {
   std::once_flag once;
@@ -51,6 +65,7 @@ struct DeviceState {
   unsigned* counters = nullptr;
   FaultSlot faults;
   UploadRing uploads;
+  HostCopies host_copies;
   std::atomic<std::int64_t> waits{0};
 };
 
@@ -90,7 +105,9 @@ void set_up(DeviceState& state, int index) {
   HEDDLE_CUDA_CHECK(cudaMallocHost(&state.faults.fault, sizeof(Fault)));
   *state.faults.fault = {};
   HEDDLE_CUDA_CHECK(cudaMallocHost(&state.uploads.memory, kUploads * kUploadBytes));
+  HEDDLE_CUDA_CHECK(cudaMallocHost(&state.host_copies.memory, HostCopies::kSlots * HostCopy::kMaxBytes));
   for (cudaEvent_t& event : state.uploads.events) HEDDLE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  for (cudaEvent_t& event : state.host_copies.events) HEDDLE_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
 }
 
 DeviceState& state_of(int index) {
@@ -99,6 +116,14 @@ DeviceState& state_of(int index) {
   DeviceState& state = states[static_cast<std::size_t>(index)];
   std::call_once(state.once, set_up, std::ref(state), index);
   return state;
+}
+
+// Throws the fault that a kernel has reported, once.
+void throw_fault(const DeviceState& state) {
+  const Fault fault = std::exchange(*state.faults.fault, Fault{});
+  if (fault.describe == nullptr) return;
+  HEDDLE_CUDA_CHECK(cudaMemsetAsync(state.faults.claimed, 0, sizeof(unsigned), state.stream));
+  throw Error(fault.describe(fault));
 }
 
 }  // namespace
@@ -163,14 +188,43 @@ FaultSlot fault_slot(int index) { return state_of(index).faults; }
 
 std::int64_t wait_count(int index) { return state_of(index).waits; }
 
+int start_host_copy(const void* from, std::int64_t nbytes, int index) {
+  DeviceState& state = state_of(index);
+  HostCopies& copies = state.host_copies;
+  const std::lock_guard lock(copies.mutex);
+  const auto free = std::find(copies.is_used.begin(), copies.is_used.end(), false);
+  HEDDLE_CHECK(free != copies.is_used.end(), "host_copy: ", HostCopies::kSlots, " copies are held already");
+  const auto slot = static_cast<int>(free - copies.is_used.begin());
+  HEDDLE_CUDA_CHECK(cudaMemcpyAsync(copies.slot(slot), from, static_cast<std::size_t>(nbytes), cudaMemcpyDeviceToHost, state.stream));
+  HEDDLE_CUDA_CHECK(cudaEventRecord(copies.event(slot), state.stream));
+  *free = true;
+  return slot;
+}
+
+bool is_host_copy_ready(int slot, int index) {
+  const cudaError_t status = cudaEventQuery(state_of(index).host_copies.event(slot));
+  HEDDLE_CHECK(status == cudaSuccess || status == cudaErrorNotReady, "cuda: ", cudaGetErrorString(status));
+  return status == cudaSuccess;
+}
+
+const void* wait_for_host_copy(int slot, int index) {
+  const DeviceState& state = state_of(index);
+  HEDDLE_CUDA_CHECK(cudaEventSynchronize(state.host_copies.event(slot)));
+  throw_fault(state);
+  return state.host_copies.slot(slot);
+}
+
+void end_host_copy(int slot, int index) noexcept {
+  HostCopies& copies = state_of(index).host_copies;
+  const std::lock_guard lock(copies.mutex);
+  copies.is_used[static_cast<std::size_t>(slot)] = false;
+}
+
 void synchronise(int index) {
   DeviceState& state = state_of(index);
   state.waits += 1;
   HEDDLE_CUDA_CHECK(cudaStreamSynchronize(state.stream));
-  const Fault fault = std::exchange(*state.faults.fault, Fault{});
-  if (fault.describe == nullptr) return;
-  HEDDLE_CUDA_CHECK(cudaMemsetAsync(state.faults.claimed, 0, sizeof(unsigned), state.stream));
-  throw Error(fault.describe(fault));
+  throw_fault(state);
 }
 
 // A failure here means the context is gone, and the memory with it.

@@ -56,6 +56,12 @@ struct FaultSlot {
 };
 FaultSlot fault_slot(int index);
 
+// HostCopy's part on the device: a slot of pinned memory and an event. `end_host_copy` gives the slot back and never throws.
+int start_host_copy(const void* from, std::int64_t nbytes, int index);
+bool is_host_copy_ready(int slot, int index);
+const void* wait_for_host_copy(int slot, int index);  // throws a reported fault, once
+void end_host_copy(int slot, int index) noexcept;
+
 // Waits for all work of the device. Throws a reported fault, once.
 void synchronise(int index);
 std::int64_t wait_count(int index);
