@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "examples/bench_timer.h"
 #include "examples/commands.h"
@@ -31,7 +32,8 @@ double flop_per_token(const nn::CausalLM& model, const config::RunConfig& run) {
   return 6.0 * static_cast<double>(parameters) + 6.0 * static_cast<double>(scores);
 }
 
-// The updates of `heddle train`: forward, backward, clip, AdamW. Returns the seconds of each; an update ends by reading the norm.
+// The updates of `heddle train`: forward, backward, clip, AdamW. Returns the seconds of each. As there, the result of an update is
+// read when the next one has been started.
 std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, const nn::TrainConfig& train, int steps) {
   using Clock = std::chrono::steady_clock;
   nn::AdamW optimizer(model.trainable_parameters(), {.beta1 = train.adam_beta1,
@@ -41,18 +43,28 @@ std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, c
   Generator dropout{static_cast<std::uint64_t>(train.seed)};
   std::int64_t examples = 0;
   std::vector<double> seconds;
+  std::optional<nn::PendingUpdate> pending;
+  const auto settle = [&] {
+    if (!pending) return;
+    const nn::UpdateResult update = pending->result();
+    HEDDLE_CHECK(update.applied, "bench-train: the gradient of ", update.nonfinite, " is not finite; lower train.learning_rate");
+  };
   for (int step = 0; step < steps; ++step) {
     const auto start = Clock::now();
     std::vector<nn::Batch> window;
     for (std::int64_t i = 0; i < train.gradient_accumulation_steps; ++i, examples += train.micro_batch_size)
       window.push_back(data.train_batch(examples, train.micro_batch_size));
     const nn::WindowLoss loss = nn::accumulate_window(model, window, &dropout);
-    const nn::UpdateResult update = optimizer.update(
-        {.learning_rate = train.learning_rate, .grad_scale = 1 / static_cast<double>(loss.labels), .max_grad_norm = train.max_grad_norm});
-    HEDDLE_CHECK(update.applied, "bench-train: the gradient of ", update.nonfinite, " is not finite; lower train.learning_rate");
+    nn::PendingUpdate update = optimizer.start_update({.learning_rate = train.learning_rate,
+                                                       .grad_scale = 1 / static_cast<double>(loss.labels),
+                                                       .max_grad_norm = train.max_grad_norm,
+                                                       .loss = loss.sum});
     optimizer.zero_grad();
+    settle();
+    pending = std::move(update);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
+  settle();
   return seconds;
 }
 
