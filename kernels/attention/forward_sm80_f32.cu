@@ -13,103 +13,112 @@ struct ForwardParams {
   float* lse;
   std::int64_t lse_batch, lse_head, lse_row;
   Batch all;
-  std::int64_t tiles;  // of query rows, of the longest sequence
 };
 
-// The running softmax of a lane's rows g and g + 8.
+// The running softmax of a lane's rows g + 8 h.
+template <int kM>
 struct RunningSoftmax {
-  float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.0f, 0.0f};  // the lane's own part
+  float max[2 * kM];
+  float sum[2 * kM];  // the lane's own part
+
+  __device__ __forceinline__ RunningSoftmax() {
+    for (int h = 0; h < 2 * kM; ++h) max[h] = -INFINITY, sum[h] = 0.0f;
+  }
 
   // Turns scores into probabilities relative to the new maximum. factor: what the earlier ones have to be multiplied by.
   template <int kBlocks>
-  __device__ __forceinline__ void add(float (&scores)[kBlocks][4], float scale_log2, float (&factor)[2]) {
+  __device__ __forceinline__ void add(Results<kM, kBlocks>& scores, float scale_log2, float (&factor)[2 * kM]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest = max[half];
+    for (int h = 0; h < 2 * kM; ++h) {
+      float largest = max[h];
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) largest = fmaxf(largest, fmaxf(scores[j][2 * half], scores[j][2 * half + 1]));
+      for (int j = 0; j < kBlocks; ++j)
+        largest = fmaxf(largest, fmaxf(scores[h / 2][j][h % 2 * 2], scores[h / 2][j][h % 2 * 2 + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
       // A row that has seen no key yet keeps -inf; 0 in its place keeps the exponents from becoming NaN.
       const float safe = largest == -INFINITY ? 0.0f : largest * scale_log2;
-      factor[half] = exp2f(fmaf(max[half], scale_log2, -safe));
-      max[half] = largest;
+      factor[h] = exp2f(fmaf(max[h], scale_log2, -safe));
+      max[h] = largest;
       float added = 0.0f;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& score = scores[j][2 * half + e];
+          float& score = scores[h / 2][j][h % 2 * 2 + e];
           score = exp2f(fmaf(score, scale_log2, -safe));
           added += score;
         }
-      sum[half] = sum[half] * factor[half] + added;
+      sum[h] = sum[h] * factor[h] + added;
     }
   }
 };
 
-// A block makes 16 rows a warp of one head.
+// A block makes kRows rows of one head.
 template <typename S>
-__global__ void __launch_bounds__(S::kForwardWarps * kWarp) forward_kernel(const __grid_constant__ ForwardParams p) {
-  constexpr int kHead = S::kHead, kStream = S::kStream, kThreads = S::kForwardWarps * kWarp, kRows = S::kForwardWarps * kWarpRows;
+__global__ void __launch_bounds__(S::kThreads) forward_kernel(const __grid_constant__ ForwardParams p, std::int64_t tiles) {
+  constexpr int kHead = S::kHead, kM = S::kM, kStream = S::kStream, kThreads = S::kThreads, kRows = S::kRows;
   extern __shared__ __align__(16) float memory[];
   float* const queries = memory;
   float* const keys = queries + kRows * kPitch<kHead>;
   float* const values = keys + kStream * kPitch<kHead>;
 
-  const std::int64_t head = blockIdx.x / p.tiles % p.all.Hq;
-  const Sequence sequence(p.all, blockIdx.x / p.tiles / p.all.Hq);
+  const std::int64_t head = blockIdx.x / tiles % p.all.Hq;
+  const Sequence sequence(p.all, blockIdx.x / tiles / p.all.Hq);
   const AttentionMask& mask = sequence.mask;
   // The last tile of a causal head is the longest: it goes first.
-  const int first = static_cast<int>(p.tiles - 1 - blockIdx.x % p.tiles) * kRows;
+  const int first = static_cast<int>(tiles - 1 - blockIdx.x % tiles) * kRows;
   const int Sq = static_cast<int>(mask.Sq), Sk = static_cast<int>(mask.Sk), D = p.all.D;
   if (first >= Sq) return;
   const std::int64_t key_head = head / (p.all.Hq / p.all.Hkv);
   const auto k = p.k.rows(sequence.batch, key_head, sequence.key), v = p.v.rows(sequence.batch, key_head, sequence.key);
 
   const int warp = threadIdx.x / kWarp, g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-  const int row = first + warp * kWarpRows;  // the warp's first
-  int visible[2];
-  for (int half = 0; half < 2; ++half) visible[half] = static_cast<int>(mask.visible_keys(min(row + g + 8 * half, Sq - 1)));
+  const int row = first + warp * kM * kBlockRows;  // the warp's first
+  int visible[2 * kM];
+#pragma unroll
+  for (int h = 0; h < 2 * kM; ++h) visible[h] = static_cast<int>(mask.visible_keys(min(row + g + 8 * h, Sq - 1)));
   const int end = static_cast<int>(mask.visible_keys(min(first + kRows, Sq) - 1)), all_see = static_cast<int>(mask.visible_keys(first));
 
-  Sums<kHead> sums;
+  Sums<kM, kHead> sums;
   sums.clear();
-  RunningSoftmax softmax;
+  RunningSoftmax<kM> softmax;
   copy_tile<kHead, kRows, kThreads>(queries, p.q.rows(sequence.batch, head, sequence.query), first, Sq, D);
   if (end > 0) copy_tile<kHead, kStream, kThreads>(keys, k, 0, Sk, D);
   for (int j = 0; j < end; j += kStream) {
     wait_for_tiles();
     copy_tile<kHead, kStream, kThreads>(values, v, j, Sk, D);
-    float scores[kStream / 8][4], factor[2];
-    multiply_scores<kHead, kStream>(scores, queries + warp * kWarpRows * kPitch<kHead>, keys);
+    Results<kM, kStream / 8> scores;
+    float factor[2 * kM];
+    multiply_scores<kHead, kStream, kM>(scores, queries + warp * kM * kBlockRows * kPitch<kHead>, keys);
     if (j + kStream > all_see) {
 #pragma unroll
-      for (int n = 0; n < kStream / 8; ++n)
+      for (int h = 0; h < 2 * kM; ++h)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (j + 8 * n + 2 * t + e % 2 >= visible[e / 2]) scores[n][e] = -INFINITY;
+        for (int n = 0; n < kStream / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (j + 8 * n + 2 * t + e >= visible[h]) scores[h / 2][n][h % 2 * 2 + e] = -INFINITY;
     }
     softmax.add(scores, p.all.scale_log2, factor);
     wait_for_tiles();
     if (j + kStream < end) copy_tile<kHead, kStream, kThreads>(keys, k, j + kStream, Sk, D);
     if (j + kStream > all_see)
-      take_not_finite<kHead, kStream, kThreads>(sums, values, 0, [&](int half, int key) { return j + key < visible[half]; });
+      take_not_finite<kHead, kStream, kThreads>(sums, values, 0, [&](int h, int key) { return j + key < visible[h]; });
     multiply_weights<kHead, kStream>(sums, factor, scores, values, 0);
   }
 
-  float inverse[2];
+  float inverse[2 * kM];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = softmax.sum[half];
+  for (int h = 0; h < 2 * kM; ++h) {
+    float sum = softmax.sum[h];
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-    inverse[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int at = row + g + 8 * half;
+    inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int at = row + g + 8 * h;
     if (t == 0 && at < Sq)
       p.lse[sequence.batch * p.lse_batch + head * p.lse_head + (sequence.query + at) * p.lse_row] =
-          sum == 0.0f ? -INFINITY : softmax.max[half] * p.all.scale + logf(sum);
+          sum == 0.0f ? -INFINITY : softmax.max[h] * p.all.scale + logf(sum);
   }
   store_sums(sums, inverse, p.out.rows(sequence.batch, head, sequence.query), row, Sq, 0, D);
 }
@@ -120,13 +129,13 @@ __global__ void __launch_bounds__(S::kForwardWarps * kWarp) forward_kernel(const
 void forward_f32(const AttentionForwardArgs& args, const ExecContext& ctx) {
   using namespace f32;
   with_shape(args.q.shape[3], [&](auto shape) {
-    using S = decltype(shape);
+    using S = typename decltype(shape)::Forward;
     const Batch all = batch_of(args);
-    const std::int64_t tiles = tile_count(all.longest_q, S::kForwardWarps * kWarpRows);
+    const std::int64_t tiles = tile_count(all.longest_q, S::kRows);
     const auto& lse = args.lse.strides;
     const ForwardParams p{Operand<const float>(args.q), Operand<const float>(args.k), Operand<const float>(args.v), Operand<float>(args.out),
-                          args.lse.as<float>(), lse[0], lse[1], lse[2], all, tiles};
-    launch(forward_kernel<S>, p, tiles * all.Hq * all.count, S::kForwardWarps * kWarp, S::kForwardBytes, "attention", ctx);
+                          args.lse.as<float>(), lse[0], lse[1], lse[2], all};
+    launch<S>(forward_kernel<S>, tiles * all.Hq * all.count, "attention", ctx, p, tiles);
   });
 }
 

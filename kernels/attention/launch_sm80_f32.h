@@ -7,20 +7,38 @@
 
 namespace heddle::cuda::sm80::f32 {
 
-// Tile sizes, once. 99 KiB of shared memory a block, the least that devices of 8.0 and later have, holds each of them.
-//   kWarps    of a block, 16 rows each: queries in the forward and for dq, keys for dk and dv
-//   kStream   rows of the other side that a step handles
-//   kColumns  of dk and dv that one block makes: more than 128 of both do not fit the registers
-template <int kHeadSize>
-struct Shape {
-  static constexpr int kHead = kHeadSize;
-  static constexpr int kForwardWarps = 4;
-  static constexpr int kBackwardWarps = kHead <= 128 ? 4 : 2;
-  static constexpr int kStream = kHead <= 64 ? 64 : kHead <= 128 ? 32 : 16;
-  static constexpr int kColumns = kHead <= 128 ? kHead : 128;
+// A kernel's tiles. 99 KiB of shared memory a block, the least that devices of 8.0 and later have, hold each of them.
+//   kHead         columns of a row in shared memory
+//   kWarps        of a block; each keeps kBlocks times 16 rows
+//   kStreamRows   rows of the other side that a step handles
+//   kKept         tensors whose rows are kept; kStreamed: whose rows are streamed
+//   kResult       columns of a result that a block makes: dk and dv of more than 128 do not fit the registers
+template <int kHeadSize, int kWarps, int kBlocks, int kStreamRows, int kKept, int kStreamed, int kResult = kHeadSize>
+struct Tiles {
+  static constexpr int kHead = kHeadSize, kM = kBlocks, kStream = kStreamRows, kColumns = kResult;
+  static constexpr int kThreads = kWarps * kWarp, kRows = kWarps * kBlocks * kBlockRows;
+  static constexpr int kSharedBytes = (kKept * kRows + kStreamed * kStream) * kPitch<kHead> * 4;
+  static_assert(kSharedBytes <= 99 << 10);
+};
 
-  static constexpr int kForwardBytes = (kForwardWarps * 16 + 2 * kStream) * kPitch<kHead> * 4;
-  static constexpr int kBackwardBytes = 2 * (kBackwardWarps * 16 + kStream) * kPitch<kHead> * 4;
+// By measurement: see NOTES.md.
+template <int kHead>
+struct Shape {
+  using Forward = Tiles<kHead, 4, 2, 64, 1, 2>;
+  using QueryGradient = Tiles<kHead, 4, 1, 64, 2, 2>;
+  using KeyGradients = Tiles<kHead, 4, 1, 64, 2, 2>;
+};
+template <>
+struct Shape<128> {
+  using Forward = Tiles<128, 4, 2, 32, 1, 2>;
+  using QueryGradient = Tiles<128, 4, 1, 32, 2, 2>;
+  using KeyGradients = Tiles<128, 4, 1, 32, 2, 2>;
+};
+template <>
+struct Shape<256> {
+  using Forward = Tiles<256, 4, 1, 16, 1, 2>;
+  using QueryGradient = Tiles<256, 2, 1, 16, 2, 2>;
+  using KeyGradients = Tiles<256, 2, 1, 16, 2, 2, 128>;
 };
 
 // Calls fn(Shape<kHead>{}) with the smallest compiled head size that holds D columns.
@@ -48,13 +66,13 @@ Batch batch_of(const Args& args) {
   return all;
 }
 
-// Launches a kernel that takes one argument; none if there are no blocks.
-template <typename Kernel, typename Params>
-void launch(Kernel kernel, const Params& p, std::int64_t blocks, int threads, int shared_bytes, const char* op, const ExecContext& ctx) {
+// Launches a kernel with the threads and the shared memory of Tiles; none if there are no blocks.
+template <typename Tiles, typename... Parameters, typename... Values>
+void launch(void (*kernel)(Parameters...), std::int64_t blocks, const char* op, const ExecContext& ctx, const Values&... values) {
   if (blocks == 0) return;
   HEDDLE_CHECK(blocks <= INT32_MAX, op, ": ", blocks, " tiles of rows are more than a grid holds; split the batch");
-  HEDDLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_of(ctx)>>>(p);
+  HEDDLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiles::kSharedBytes));
+  kernel<<<static_cast<unsigned>(blocks), Tiles::kThreads, Tiles::kSharedBytes, stream_of(ctx)>>>(values...);
   check_launch(op);
 }
 

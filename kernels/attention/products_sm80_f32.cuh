@@ -9,26 +9,22 @@
 namespace heddle::cuda::sm80::f32 {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kWarpRows = 16;
+inline constexpr int kBlockRows = 16;  // of a result
 
 // Note: Three products for one
-// A tensor core rounds float32 operands to TF32, 11 bits. Each operand x is therefore split into big = tf32(x) and
-// small = tf32(x - big), which keep 22 bits, and x y becomes big big + (big small + small big); small small is below what
-// float32 resolves. Tensor cores also truncate when they add, so sums there are kept short: one tile deep, the small products
-// apart from the big ones. What runs over all tiles is added outside, rounded to nearest.
+// A tensor core reads float32 operands as TF32: it drops all but 11 bits. Each operand x is therefore split into big, x rounded to
+// 11 bits, and small = x - big, of which 11 bits count too; together that is x to 2^-23. x y becomes big big + (big small + small
+// big); small small is below what float32 resolves. Tensor cores also truncate when they add, so sums there are kept short: one tile
+// deep, the small products apart from the big ones. What runs over all tiles is added outside, rounded to nearest.
 // Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak".
 struct Split {
   std::uint32_t big, small;
 };
 
-__device__ __forceinline__ std::uint32_t to_tf32(float x) {
-  std::uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return bits;
-}
 __device__ __forceinline__ Split split(float x) {
-  const std::uint32_t big = to_tf32(x);
-  return {big, to_tf32(x - __uint_as_float(big))};
+  // Half a unit of the 11 bits, then the 13 bits below them go. Three instructions; cvt.rna.tf32 and its check for infinities take eight.
+  const std::uint32_t big = (__float_as_uint(x) + 0x1000u) & 0xFFFFE000u;
+  return {big, __float_as_uint(x - __uint_as_float(big))};
 }
 
 // Note: Fragments of TF32
@@ -54,11 +50,10 @@ __device__ __forceinline__ void mma(float (&sum)[4], const std::uint32_t (&left)
 }
 
 // big += the large products, small += the others (Note: Three products for one).
-__device__ __forceinline__ void multiply(float (&big)[4], float (&small)[4], const Left& left, float right0, float right1) {
-  const Split r0 = split(right0), r1 = split(right1);
-  mma(small, left.small, r0.big, r1.big);
-  mma(big, left.big, r0.big, r1.big);
-  mma(small, left.big, r0.small, r1.small);
+__device__ __forceinline__ void multiply(float (&big)[4], float (&small)[4], const Left& left, const Split& right0, const Split& right1) {
+  mma(small, left.small, right0.big, right1.big);
+  mma(big, left.big, right0.big, right1.big);
+  mma(small, left.big, right0.small, right1.small);
 }
 
 // Rows of a tile in shared memory: kHead columns and four more. Lanes that read 8 rows at 4 neighbouring columns then meet all 32
@@ -66,44 +61,59 @@ __device__ __forceinline__ void multiply(float (&big)[4], float (&small)[4], con
 template <int kHead>
 inline constexpr int kPitch = kHead + 4;
 
-// scores = rows * tile^T for the warp's 16 rows and kColumns rows of the tile.
-template <int kHead, int kColumns>
-__device__ __forceinline__ void multiply_scores(float (&scores)[kColumns / 8][4], const float* rows, const float* tile) {
+// A warp works on kM blocks of 16 rows. A lane has the rows g + 8 h of them, h < 2 kM: elements 0 and 1 of a result in block h / 2
+// for even h, 2 and 3 for odd.
+template <int kM, int kBlocks>
+using Results = float[kM][kBlocks][4];
+
+// scores = rows * tile^T for the warp's rows and kColumns rows of the tile.
+template <int kHead, int kColumns, int kM>
+__device__ __forceinline__ void multiply_scores(Results<kM, kColumns / 8>& scores, const float* rows, const float* tile) {
   const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
   constexpr int kP = kPitch<kHead>;
-  float small[kColumns / 8][4];
+  Results<kM, kColumns / 8> small;
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j)
+  for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[j][e] = small[j][e] = 0.0f;
-#pragma unroll 4
+    for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][j][e] = small[m][j][e] = 0.0f;
+  constexpr int kUnrolled = 4 / kM;  // more at once spills
+#pragma unroll kUnrolled
   for (int k = 0; k < kHead; k += 8) {
-    const float* at = rows + g * kP + k + t;
-    Left left;
-    left.set(at[0], at[8 * kP], at[4], at[8 * kP + 4]);
+    Left left[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const float* at = rows + (16 * m + g) * kP + k + t;
+      left[m].set(at[0], at[8 * kP], at[4], at[8 * kP + 4]);
+    }
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      const float* right = tile + (8 * j + g) * kP + k + t;
-      multiply(scores[j], small[j], left, right[0], right[4]);
+      const float* at = tile + (8 * j + g) * kP + k + t;
+      const Split right0 = split(at[0]), right1 = split(at[4]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply(scores[m][j], small[m][j], left[m], right0, right1);
     }
   }
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j)
+  for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[j][e] += small[j][e];
+    for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][j][e] += small[m][j][e];
 }
 
-// What a warp adds up over all tiles: 16 rows of kColumns columns. Elements 4p .. 4p + 3 of row half h (rows g and g + 8) are the
-// columns 16p + 4t .. 16p + 4t + 3.
-template <int kColumns>
+// What a warp adds up over all tiles: kM times 16 rows of kColumns columns. Elements 4p .. 4p + 3 of row g + 8 h are the columns
+// 16p + 4t .. 16p + 4t + 3.
+template <int kM, int kColumns>
 struct Sums {
-  float at[2][kColumns / 4];
+  float at[2 * kM][kColumns / 4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int h = 0; h < 2 * kM; ++h)
 #pragma unroll
-      for (int i = 0; i < kColumns / 4; ++i) at[half][i] = 0.0f;
+      for (int i = 0; i < kColumns / 4; ++i) at[h][i] = 0.0f;
   }
 };
 
@@ -112,10 +122,10 @@ struct Sums {
 // both hidden pairs and elements that are not finite are rare: there every such element is added as it is to the rows that see
 // it, which makes them what they would become, and is 0 in the product. The other rows keep the bits they would have without it.
 
-// is_visible(half, row of the tile): whether a row of the warp sees it. Every thread of the block must call this, after all
+// is_visible(h, row of the tile): whether the lane's row g + 8 h sees it. Every thread of the block must call this, after all
 // have finished reading the tile for something else.
-template <int kHead, int kRows, int kThreads, int kColumns, typename Visible>
-__device__ __forceinline__ void take_not_finite(Sums<kColumns>& sums, float* tile, int first, const Visible& is_visible) {
+template <int kHead, int kRows, int kThreads, int kM, int kColumns, typename Visible>
+__device__ __forceinline__ void take_not_finite(Sums<kM, kColumns>& sums, float* tile, int first, const Visible& is_visible) {
   constexpr int kP = kPitch<kHead>;
   bool found = false;
   for (int i = threadIdx.x; i < kRows * kHead; i += kThreads) found = found || !isfinite(tile[i / kHead * kP + i % kHead]);
@@ -123,11 +133,11 @@ __device__ __forceinline__ void take_not_finite(Sums<kColumns>& sums, float* til
   for (int row = 0; row < kRows; ++row) {
     const float* at = tile + row * kP + first + 4 * (threadIdx.x % 4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!is_visible(half, row)) continue;
+    for (int h = 0; h < 2 * kM; ++h) {
+      if (!is_visible(h, row)) continue;
 #pragma unroll
       for (int i = 0; i < kColumns / 4; ++i)
-        if (const float value = at[i / 4 * 16 + i % 4]; !isfinite(value)) sums.at[half][i] += value;
+        if (const float value = at[i / 4 * 16 + i % 4]; !isfinite(value)) sums.at[h][i] += value;
     }
   }
   __syncthreads();
@@ -136,34 +146,40 @@ __device__ __forceinline__ void take_not_finite(Sums<kColumns>& sums, float* til
   __syncthreads();
 }
 
-// sums = factor * sums + weights * tile, for the warp's 16 rows of weights over the kRows rows of the tile, and of these the
-// columns from `first` on.
-template <int kHead, int kRows, int kColumns>
-__device__ __forceinline__ void multiply_weights(Sums<kColumns>& sums, const float (&factor)[2], const float (&weights)[kRows / 8][4],
+// sums = factor * sums + weights * tile, for the warp's rows of weights over the kRows rows of the tile, and of these the columns
+// from `first` on.
+template <int kHead, int kRows, int kM, int kColumns>
+__device__ __forceinline__ void multiply_weights(Sums<kM, kColumns>& sums, const float (&factor)[2 * kM], const Results<kM, kRows / 8>& weights,
                                                  const float* tile, int first) {
   const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
   constexpr int kP = kPitch<kHead>;
-  Left left[kRows / 8];
+  Left left[kM][kRows / 8];
 #pragma unroll
-  for (int j = 0; j < kRows / 8; ++j) left[j].set(weights[j][0], weights[j][2], weights[j][1], weights[j][3]);
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) left[m][j].set(weights[m][j][0], weights[m][j][2], weights[m][j][1], weights[m][j][3]);
   // Sixteen columns at a time: the even ones are one block of the product, the odd ones the other.
 #pragma unroll
   for (int p = 0; p < kColumns / 16; ++p) {
-    float big[2][4] = {}, small[2][4] = {};
+    Results<kM, 2> big = {}, small = {};
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float* at = tile + (8 * j + 2 * t) * kP + first + 16 * p + 2 * g;
       const float2 upper = *reinterpret_cast<const float2*>(at), lower = *reinterpret_cast<const float2*>(at + kP);
-      multiply(big[0], small[0], left[j], upper.x, lower.x);
-      multiply(big[1], small[1], left[j], upper.y, lower.y);
+      const Split even0 = split(upper.x), even1 = split(lower.x), odd0 = split(upper.y), odd1 = split(lower.y);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply(big[m][0], small[m][0], left[m][j], even0, even1);
+        multiply(big[m][1], small[m][1], left[m][j], odd0, odd1);
+      }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int h = 0; h < 2 * kM; ++h)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& sum = sums.at[half][4 * p + e];
-        const int from = 2 * half + e / 2;
-        sum = sum * factor[half] + (big[e % 2][from] + small[e % 2][from]);
+        float& sum = sums.at[h][4 * p + e];
+        const int from = h % 2 * 2 + e / 2;
+        sum = sum * factor[h] + (big[h / 2][e % 2][from] + small[h / 2][e % 2][from]);
       }
   }
 }
@@ -222,21 +238,21 @@ __device__ __forceinline__ void wait_for_tiles() {
   __syncthreads();
 }
 
-// Writes factor * sums to the rows g and g + 8 of the warp, of which the tensor has `count`, at the columns from `first` on.
-template <int kColumns>
-__device__ __forceinline__ void store_sums(const Sums<kColumns>& sums, const float (&factor)[2], const HeadRows<float>& rows, int row,
+// Writes factor * sums to the warp's rows from `row` on, of which the tensor has `count`, at the columns from `first` on.
+template <int kM, int kColumns>
+__device__ __forceinline__ void store_sums(const Sums<kM, kColumns>& sums, const float (&factor)[2 * kM], const HeadRows<float>& rows, int row,
                                            int count, int first, int D) {
   const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + g + 8 * half >= count) continue;
-    float* to = rows.data + (row + g + 8 * half) * rows.row;
+  for (int h = 0; h < 2 * kM; ++h) {
+    if (row + g + 8 * h >= count) continue;
+    float* to = rows.data + (row + g + 8 * h) * rows.row;
 #pragma unroll
     for (int p = 0; p < kColumns / 16; ++p) {
       const int column = first + 16 * p + 4 * t;
       float values[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] = sums.at[half][4 * p + e] * factor[half];
+      for (int e = 0; e < 4; ++e) values[e] = sums.at[h][4 * p + e] * factor[h];
       if (rows.has_vectors && column < D) {
         *reinterpret_cast<float4*>(to + column) = float4{values[0], values[1], values[2], values[3]};
       } else {
