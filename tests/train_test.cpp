@@ -4,10 +4,8 @@
 
 #include <cmath>
 
-#include "autograd/grad_mode.h"
-#include "nn/safetensors.h"
-#include "nn/schedule.h"
 #include "nn/trainer.h"
+#include "tests/support/reference_training.h"
 #include "tests/support/tiny_run.h"
 
 namespace heddle::nn {
@@ -17,85 +15,25 @@ using test::tiny_config;
 using test::TinyData;
 using test::tiny_model;
 
-// The model of tests/data/README.md.
-TransformerConfig reference_config(Architecture architecture) {
-  const bool is_llama = architecture == Architecture::llama;
-  TransformerConfig config;
-  config.architecture = architecture;
-  config.vocab_size = 64;
-  config.hidden_size = 32;
-  config.num_hidden_layers = 2;
-  config.num_attention_heads = 4;
-  config.num_key_value_heads = is_llama ? 2 : 4;
-  config.intermediate_size = is_llama ? 80 : 96;
-  config.max_position_embeddings = 24;
-  return config;
-}
-
-struct Steps {
-  std::vector<double> losses, grad_norms, learning_rates;
-};
-
-Steps train_twenty_steps(const CausalLM& model, const Batch& batch) {
-  TrainConfig train;
-  train.learning_rate = 1e-2;
-  train.min_learning_rate = 1e-3;
-  train.warmup_steps = 4;
-  train.max_steps = 20;
-  AdamW optimizer(model.trainable_parameters(), {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1});
-  Steps run;
-  for (std::int64_t step = 0; step < train.max_steps; ++step) {
-    const WindowLoss loss = accumulate_window(model, {&batch, 1}, nullptr);
-    const double rate = learning_rate_at(train, step);
-    const UpdateResult update =
-        optimizer.update({.learning_rate = rate, .grad_scale = 1 / static_cast<double>(loss.labels), .max_grad_norm = 1});
-    optimizer.zero_grad();
-    run.losses.push_back(loss.mean());
-    run.grad_norms.push_back(update.grad_norm);
-    run.learning_rates.push_back(rate);
-  }
-  return run;
-}
-
-void expect_relative(const std::vector<double>& actual, const std::vector<double>& expected, double bound) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (std::size_t i = 0; i < actual.size(); ++i) EXPECT_NEAR(actual[i], expected[i], bound * expected[i]) << "step " << i;
-}
-
 class TorchParity : public testing::TestWithParam<Architecture> {
  protected:
-  TorchParity()
-      : file_(std::string(HEDDLE_SOURCE_DIR) + (GetParam() == Architecture::llama ? "/tests/data/train_llama.safetensors"
-                                                                                 : "/tests/data/train_gpt2.safetensors")),
-        model_(tiny_model(reference_config(GetParam()))) {
-    const NoGradGuard no_grad;
-    for (const NamedTensor& parameter : model_.parameters()) parameter.tensor.copy_(file_.read("initial/" + parameter.name));
-    run_ = train_twenty_steps_recorded();
-  }
+  std::vector<double> stored(const std::string& key) const { return run_.stored(key); }
 
-  Steps train_twenty_steps_recorded() {
-    const GradModeGuard record(true);
-    return train_twenty_steps(model_, {file_.read("input_ids"), file_.read("labels")});
-  }
-  std::vector<double> stored(const std::string& key) const { return file_.read(key).to_doubles(); }
-
-  SafetensorsFile file_;
-  CausalLM model_;
-  Steps run_;
+  test::ReferenceRun run_{GetParam(), {}};
 };
 
 // 1e-5 is the project's bound; PyTorch's own float32 run is 2.5e-7 from its float64 run.
-TEST_P(TorchParity, TwentyLosses) { expect_relative(run_.losses, stored("losses"), 1e-5); }
+TEST_P(TorchParity, TwentyLosses) { test::expect_relative(run_.steps().losses, stored("losses"), 1e-5); }
 
 // Norms of gradients are less well conditioned than the loss: one digit less.
-TEST_P(TorchParity, TwentyGradientNorms) { expect_relative(run_.grad_norms, stored("grad_norms"), 1e-4); }
+TEST_P(TorchParity, TwentyGradientNorms) { test::expect_relative(run_.steps().grad_norms, stored("grad_norms"), 1e-4); }
 
-TEST_P(TorchParity, TwentyLearningRates) { expect_relative(run_.learning_rates, stored("learning_rates"), 1e-12); }
+TEST_P(TorchParity, TwentyLearningRates) { test::expect_relative(run_.steps().learning_rates, stored("learning_rates"), 1e-12); }
 
 // Rounding alone moves PyTorch's final weights by 2.2e-6; ten times that for another order of additions. k_proj.bias has
 // no influence on the loss, so its gradient is rounding noise, scaled up by Adam.
 TEST_P(TorchParity, FinalWeights) {
-  for (const NamedTensor& parameter : model_.parameters()) {
+  for (const NamedTensor& parameter : run_.model().parameters()) {
     if (parameter.name.ends_with("k_proj.bias")) continue;
     const std::vector<double> actual = parameter.tensor.to_doubles(), expected = stored("final/" + parameter.name);
     ASSERT_EQ(actual.size(), expected.size());
