@@ -1,6 +1,9 @@
 #include "kernels/norm/norm_rows_cuda.h"
 
+#include <cuda_pipeline_primitives.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <initializer_list>
 
 #include "kernels/runtime/group.cuh"
@@ -149,81 +152,128 @@ __device__ float2 sum_row(float2 value, int lanes, int turn, float2* shared) {
   return value;
 }
 
-// The packs of one row that a thread needs.
-template <typename T>
-struct BackwardPacks {
-  Pack<T, kWide<T>> x, dout, dsum;
-  float mean = 0, rstd = 0;
+// Rows on their way from memory to shared memory: kAhead of them are loaded while one is worked on, which no number of registers
+// would allow. A thread reads what it loaded itself, and the statistics that the first lanes of its warp loaded.
+constexpr int kAhead = 2;
 
-  __device__ void load_row(const NormBackwardRowsTask<T>& task, std::int64_t r, int column) {
-    if (r >= task.rows || column >= task.N) return;
-    x = load(task.x.at(r, column));
-    dout = load(task.dout.at(r, column));
-    if (task.dsum) dsum = load(task.dsum.at(r, column));
-    rstd = task.rstd[r];
-    if (task.is_layer) mean = task.mean[r];
+template <typename T>
+class RowQueue {
+ public:
+  using Packs = Pack<T, kWide<T>>;
+
+  static int bytes(int threads) { return kSlots * (threads * 3 * int{sizeof(Packs)} + threads / kWarp * int{sizeof(float2)}); }
+
+  __device__ RowQueue(const NormBackwardRowsTask<T>& task, std::byte* memory, int column)
+      : task_(task), packs_(reinterpret_cast<Packs*>(memory)), column_(column) {
+    statistics_ = reinterpret_cast<float2*>(packs_ + kSlots * 3 * blockDim.x);
   }
+
+  // Starts the load of row r.
+  __device__ void push(std::int64_t r) {
+    const int slot = pushed_++ % kSlots;
+    if (r < task_.rows) {
+      if (column_ < task_.N) {
+        __pipeline_memcpy_async(at(slot, 0), task_.x.at(r, column_), sizeof(Packs));
+        __pipeline_memcpy_async(at(slot, 1), task_.dout.at(r, column_), sizeof(Packs));
+        if (task_.dsum) __pipeline_memcpy_async(at(slot, 2), task_.dsum.at(r, column_), sizeof(Packs));
+      }
+      float2* to = statistics(slot);
+      if (threadIdx.x % kWarp == 0) __pipeline_memcpy_async(&to->x, task_.rstd + r, sizeof(float));
+      if (threadIdx.x % kWarp == 1 && task_.is_layer) __pipeline_memcpy_async(&to->y, task_.mean + r, sizeof(float));
+    }
+    __pipeline_commit();
+  }
+
+  // Waits for the oldest row. Every thread of the warp must call it.
+  __device__ void next() {
+    slot_ = popped_++ % kSlots;
+    __pipeline_wait_prior(kAhead);
+    __syncwarp();
+  }
+  __device__ Packs x() const { return *at(slot_, 0); }
+  __device__ Packs dout() const { return *at(slot_, 1); }
+  __device__ Packs dsum() const { return *at(slot_, 2); }
+  __device__ float rstd() const { return statistics(slot_)->x; }
+  __device__ float mean() const { return task_.is_layer ? statistics(slot_)->y : 0.0f; }
+
+ private:
+  // One more than are loaded ahead or read: a slow lane may still read the slot before.
+  static constexpr int kSlots = kAhead + 2;
+
+  __device__ Packs* at(int slot, int which) const { return packs_ + (slot * 3 + which) * blockDim.x + threadIdx.x; }
+  __device__ float2* statistics(int slot) const { return statistics_ + slot * (blockDim.x / kWarp) + threadIdx.x / kWarp; }
+
+  const NormBackwardRowsTask<T>& task_;
+  Packs* packs_;
+  float2* statistics_;
+  int column_, pushed_ = 0, popped_ = 0, slot_ = 0;
 };
 
-// The next row is loaded while this one is worked on.
+// Sums of the block's groups for every column, [N]. Every thread of the block must call it.
+template <int V>
+__device__ void write_columns(const float (&own)[V], int lanes, int N, float* shared, float* out) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < V; ++i) shared[threadIdx.x * V + i] = own[i];
+  __syncthreads();
+  for (int c = threadIdx.x; c < N; c += blockDim.x) {
+    float total = 0;
+    for (int first = 0; first < static_cast<int>(blockDim.x); first += lanes) total += shared[first * V + c];
+    out[c] = total;
+  }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kMostLanes) norm_backward_rows_kernel(const __grid_constant__ NormBackwardRowsTask<T> task, int lanes) {
   constexpr int V = kWide<T>;
-  __shared__ float2 shared[2 * kMostLanes / kWarp];
-  extern __shared__ float columns[];
+  __shared__ float2 sums[2 * kMostLanes / kWarp];
+  extern __shared__ __align__(16) std::byte memory[];
   const int in_block = blockDim.x / lanes, group = threadIdx.x / lanes, column = threadIdx.x % lanes * V;
   const bool is_inside = column < task.N;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * in_block;
+  std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * in_block + group;
+  RowQueue<T> queue(task, memory, column);
+  for (int i = 0; i < kAhead; ++i) queue.push(r + i * stride);
   Pack<T, V> weight;
   if (is_inside) weight = load_or(task.weight, column, 1.0f);
   float dweight[V] = {}, dbias[V] = {};
-  BackwardPacks<T> row, next;
-  std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * in_block;
-  next.load_row(task, first + group, column);
-  for (int turn = 0; first < task.rows; first += stride, ++turn) {
-    const std::int64_t r = first + group;
+  for (int turn = 0; r - group < task.rows; r += stride, ++turn) {
+    queue.push(r + kAhead * stride);
+    queue.next();
     const bool is_used = is_inside && r < task.rows;
-    row = next;
-    next.load_row(task, r + stride, column);
-    float g[V], xhat[V];
-    float2 sums = {0, 0};
+    float g[V] = {}, xhat[V] = {};
+    const float rstd = queue.rstd(), mean = queue.mean();
+    float2 sum = {0, 0};
+    if (is_used) {
+      const Pack<T, V> x = queue.x(), dout = queue.dout();
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float d = is_used ? convert<float>(row.dout.at[i]) : 0.0f;
-      xhat[i] = is_used ? (convert<float>(row.x.at[i]) - row.mean) * row.rstd : 0.0f;
-      g[i] = is_used ? d * convert<float>(weight.at[i]) : 0.0f;
-      sums.x += g[i];
-      sums.y += g[i] * xhat[i];
-      dweight[i] += d * xhat[i];
-      dbias[i] += d;
+      for (int i = 0; i < V; ++i) {
+        const float d = convert<float>(dout.at[i]);
+        xhat[i] = (convert<float>(x.at[i]) - mean) * rstd;
+        g[i] = d * convert<float>(weight.at[i]);
+        sum.x += g[i];
+        sum.y += g[i] * xhat[i];
+        dweight[i] += d * xhat[i];
+        dbias[i] += d;
+      }
     }
     if (!task.dx) continue;
-    sums = sum_row(sums, lanes, turn, shared);
-    const float mean_g = task.is_layer ? sums.x / static_cast<float>(task.N) : 0.0f, mean_gx = sums.y / static_cast<float>(task.N);
+    sum = sum_row(sum, lanes, turn, sums);
+    const float mean_g = task.is_layer ? sum.x / static_cast<float>(task.N) : 0.0f, mean_gx = sum.y / static_cast<float>(task.N);
     if (!is_used) continue;
-    Pack<T, V> dx;
+    Pack<T, V> dsum, dx;
+    if (task.dsum) dsum = queue.dsum();
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float own = row.rstd * (g[i] - mean_g - xhat[i] * mean_gx);
-      dx.at[i] = convert<T>(task.dsum ? convert<float>(row.dsum.at[i]) + own : own);
+      const float own = rstd * (g[i] - mean_g - xhat[i] * mean_gx);
+      dx.at[i] = convert<T>(task.dsum ? convert<float>(dsum.at[i]) + own : own);
     }
     store(task.dx.at(r, column), dx);
   }
   if (task.parts == nullptr) return;
   float* part = task.parts + static_cast<std::int64_t>(blockIdx.x) * 2 * task.N;
-  const auto write = [&](const float (&own)[V], float* to) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < V; ++i) columns[threadIdx.x * V + i] = own[i];
-    __syncthreads();
-    for (int c = threadIdx.x; c < task.N; c += blockDim.x) {
-      float total = 0;
-      for (int other = 0; other < in_block; ++other) total += columns[other * lanes * V + c];
-      to[c] = total;
-    }
-  };
-  write(dweight, part);
-  write(dbias, part + task.N);
+  write_columns(dweight, lanes, task.N, reinterpret_cast<float*>(memory), part);
+  write_columns(dbias, lanes, task.N, reinterpret_cast<float*>(memory), part + task.N);
 }
 
 // The shape of that launch.
@@ -307,7 +357,8 @@ void norm_backward_rows(const NormBackwardArgs& args, float* parts, const ExecCo
     const NormBackwardRowsTask<T> task{is_layer, args.x.shape[0], static_cast<int>(args.x.shape[1]), rows_of<const T>(args.x),
                                        rows_of<const T>(args.dout), rows_of<const T>(args.dsum), rows_of<T>(args.dx),
                                        data_of<T>(args.weight), is_layer ? args.mean.as<float>() : nullptr, args.rstd.as<float>(), parts};
-    const std::size_t shared = static_cast<std::size_t>(shape.threads) * kWide<T> * sizeof(float);
+    const int shared = RowQueue<T>::bytes(shape.threads);
+    HEDDLE_CUDA_CHECK(cudaFuncSetAttribute(norm_backward_rows_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     norm_backward_rows_kernel<<<static_cast<unsigned>(shape.blocks), shape.threads, shared, stream_of(ctx)>>>(task, shape.lanes);
   };
   if (args.x.dtype == DType::f32) launch(std::type_identity<float>{});
