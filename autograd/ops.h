@@ -74,6 +74,9 @@ Tensor matmul(const Tensor& a, const Tensor& b);
 // x [..., in] x weight^T [out, in] + bias [out] -> [..., out]; bias may be undefined. Weight and bias gradients are added
 // straight into the leaves' buffers.
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+// linear(x, weights[i], biases[i]) for every i: projections of one input. Weights that lie one after another in memory, and biases too,
+// make one product, whose columns the results are.
+std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases);
 // gelu_tanh(x up^T + up_bias) down^T + down_bias, x [..., in], up [inner, in], down [out, inner] -> [..., out]; biases may be
 // undefined. On CUDA in bfloat16 and float16 the GELU and its gradient are part of the products.
 Tensor gelu_mlp(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias);

@@ -1,6 +1,8 @@
 #include "nn/attention.h"
 
+#include <iterator>
 #include <numeric>
+#include <utility>
 
 #include "autograd/ops.h"
 
@@ -11,16 +13,20 @@ MultiHeadAttention::MultiHeadAttention(const MultiHeadAttentionConfig& config, c
     : config_(config) {
   HEDDLE_CHECK(config.num_kv_heads > 0 && config.num_heads % config.num_kv_heads == 0, "multi_head_attention: num_heads ",
                config.num_heads, " must be a multiple of num_kv_heads ", config.num_kv_heads);
-  const auto add_projection = [&](const char* name, std::shared_ptr<LinearBase>& slot, std::int64_t in, std::int64_t out,
-                                  double range) {
-    slot = std::make_shared<Linear>(LinearConfig{in, out, config.bias, range}, options, generator);
-    register_child(name, slot);
-  };
   const std::int64_t q_size = config.num_heads * config.head_dim, kv_size = config.num_kv_heads * config.head_dim;
-  add_projection("q_proj", q_proj_, config.hidden_size, q_size, config.initializer_range);
-  add_projection("k_proj", k_proj_, config.hidden_size, kv_size, config.initializer_range);
-  add_projection("v_proj", v_proj_, config.hidden_size, kv_size, config.initializer_range);
-  add_projection("o_proj", o_proj_, q_size, config.hidden_size, config.output_range);
+  const std::int64_t sizes[] = {q_size, kv_size, kv_size};
+  const std::pair<const char*, std::shared_ptr<LinearBase>*> slots[] = {{"q_proj", &q_proj_}, {"k_proj", &k_proj_}, {"v_proj", &v_proj_}};
+  const Tensor weights = Tensor::empty({q_size + 2 * kv_size, config.hidden_size}, options.dtype, options.device);
+  const Tensor biases = Tensor::empty({q_size + 2 * kv_size}, options.dtype, options.device);  // unused without bias
+  std::int64_t start = 0;
+  for (std::size_t i = 0; i < std::size(slots); start += sizes[i++]) {
+    const auto& [name, slot] = slots[i];
+    *slot = std::make_shared<Linear>(LinearConfig{config.hidden_size, sizes[i], config.bias, config.initializer_range}, options, generator,
+                                     slice(weights, 0, start, start + sizes[i]), slice(biases, 0, start, start + sizes[i]));
+    register_child(name, *slot);
+  }
+  o_proj_ = std::make_shared<Linear>(LinearConfig{q_size, config.hidden_size, config.bias, config.output_range}, options, generator);
+  register_child("o_proj", o_proj_);
   if (!config.qk_norm) return;
   q_norm_ = std::make_shared<RMSNorm>(config.head_dim, config.qk_norm_eps, options);
   k_norm_ = std::make_shared<RMSNorm>(config.head_dim, config.qk_norm_eps, options);
@@ -28,16 +34,29 @@ MultiHeadAttention::MultiHeadAttention(const MultiHeadAttentionConfig& config, c
   register_child("k_norm", k_norm_);
 }
 
-Tensor MultiHeadAttention::heads(const LinearBase& projection, const Tensor& x, std::int64_t count) const {
-  return reshape(projection.forward(x), {x.size(0), x.size(1), count, config_.head_dim});
+std::vector<Tensor> MultiHeadAttention::project(const Tensor& x) const {
+  const LinearBase* slots[] = {q_proj_.get(), k_proj_.get(), v_proj_.get()};
+  std::vector<Tensor> out, weights, biases;
+  for (const LinearBase* slot : slots) {
+    const auto* layer = dynamic_cast<const Linear*>(slot);
+    if (layer == nullptr) break;
+    weights.push_back(layer->weight());
+    biases.push_back(layer->bias());
+  }
+  // The norms of queries and keys want dense heads, not columns of a wider matrix.
+  if (weights.size() == std::size(slots) && q_norm_ == nullptr) out = linears(x, weights, biases);
+  else
+    for (const LinearBase* slot : slots) out.push_back(slot->forward(x));
+  for (Tensor& part : out) part = reshape(part, {x.size(0), x.size(1), -1, config_.head_dim});
+  return out;
 }
 
 Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions) const {
   HEDDLE_CHECK(x.rank() == 3 && x.size(2) == config_.hidden_size, "multi_head_attention: x must be [B, S, ",
                config_.hidden_size, "], got ", x.shape());
-  Tensor q = heads(*q_proj_, x, config_.num_heads);           // [B, S, Hq, D]
-  Tensor k = heads(*k_proj_, x, config_.num_kv_heads);        // [B, S, Hkv, D]
-  const Tensor v = heads(*v_proj_, x, config_.num_kv_heads);  // [B, S, Hkv, D]
+  const std::vector<Tensor> parts = project(x);
+  Tensor q = parts[0], k = parts[1];  // [B, S, Hq, D], [B, S, Hkv, D]
+  const Tensor& v = parts[2];         // [B, S, Hkv, D]
   if (q_norm_ != nullptr) {
     q = q_norm_->forward(q);
     k = k_norm_->forward(k);

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "nn/linear.h"
 #include "nn/norm.h"
@@ -24,7 +25,8 @@ struct MultiHeadAttentionConfig {
 };
 
 // o_proj(attention(q_proj(x), k_proj(x), v_proj(x))). Grouped-query when num_kv_heads < num_heads. The projections are
-// slots ("q_proj", "k_proj", "v_proj", "o_proj") that replace_child can fill with other kinds of LinearBase.
+// slots ("q_proj", "k_proj", "v_proj", "o_proj") that replace_child can fill with other kinds of LinearBase. The weights of the first
+// three lie one after another in memory: while all three are plain layers, and without qk_norm, they run as one product.
 class MultiHeadAttention final : public Module {
  public:
   MultiHeadAttention(const MultiHeadAttentionConfig& config, const ModuleOptions& options, Generator& generator);
@@ -33,7 +35,7 @@ class MultiHeadAttention final : public Module {
   Tensor forward(const Tensor& x, const Tensor& positions = {}) const;
 
  private:
-  Tensor heads(const LinearBase& projection, const Tensor& x, std::int64_t count) const;  // [B, S, count, D]
+  std::vector<Tensor> project(const Tensor& x) const;  // queries, keys and values [B, S, H, D]
 
   MultiHeadAttentionConfig config_;
   std::shared_ptr<LinearBase> q_proj_, k_proj_, v_proj_, o_proj_;

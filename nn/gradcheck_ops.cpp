@@ -158,6 +158,8 @@ std::vector<OpCase> layer_ops() {
       {"softmax", "SoftmaxNode", {{2, 3, 5}}, [](const Inputs& in) { return softmax(in[0]); }},
       {"softmax", "SoftmaxNode", {{2, 5, 3}}, [](const Inputs& in) { return softmax(in[0], 1); }},
       {"log_softmax", "SoftmaxNode", {{2, 3, 5}}, [](const Inputs& in) { return log_softmax(in[0]); }},
+      {"linears", "LinearsNode", {{2, 3, 4}, {5, 4}, {6, 4}, {5}, {6}},
+       [](const Inputs& in) { return concat(linears(in[0], {in[1], in[2]}, {in[3], in[4]}), 2); }},
       {"gelu_mlp", "GeluMlpNode", {{2, 3, 4}, {5, 4}, {5}, {6, 5}, {6}},
        [](const Inputs& in) { return gelu_mlp(in[0], in[1], in[2], in[3], in[4]); }},
       {"gelu_mlp_without_bias", "GeluMlpNode", {{3, 4}, {5, 4}, {2, 5}},

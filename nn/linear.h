@@ -28,7 +28,8 @@ struct LinearConfig {
 // y = x weight^T + bias, weight [out, in] drawn from N(0, initializer_range), bias [out] zero.
 class Linear final : public LinearBase {
  public:
-  Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator);
+  // Where `weight` and `bias` are given, the parameters take their memory (Note: Joined tensors, autograd/ops/joined.h).
+  Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator, const Tensor& weight = {}, const Tensor& bias = {});
 
   Tensor forward(const Tensor& x) const override;
   std::int64_t in_features() const override { return weight_.size(1); }

@@ -91,6 +91,8 @@ std::vector<OpCase> op_cases() {
       {"gelu_mlp_odd", {{3, 13}, {11, 13}, {7, 11}}, -1, 1, [](const Inputs& x) { return gelu_mlp(x[0], x[1], {}, x[2], {}); }},
       {"linear_of_one_input", {{5, 9, 24}, {40, 24}, {40, 24}}, -1, 1,
        [](const Inputs& x) { return add(linear(x[0], x[1]), linear(x[0], x[2])); }},
+      {"linears_joined", {{5, 9, 24}, {56, 24}}, -1, 1,
+       [](const Inputs& x) { return concat(linears(x[0], split(x[1], {40, 8, 8}, 0), {Tensor(), Tensor(), Tensor()}), 2); }},
       {"linear_odd", {{3, 7, 13}, {11, 13}, {11}}, -1, 1, [](const Inputs& x) { return linear(x[0], x[1], x[2]); }},
       {"softmax_last", {{6, 40}}, -4, 4, [](const Inputs& x) { return softmax(x[0]); }},
       {"softmax_long", {{3, 3000}}, -4, 4, [](const Inputs& x) { return softmax(x[0]); }},

@@ -4,6 +4,7 @@
 
 #include "autograd/node.h"
 #include "autograd/ops.h"
+#include "autograd/ops/joined.h"
 
 namespace heddle {
 namespace {
@@ -29,9 +30,8 @@ struct AttentionNode final : Node {
     const Tensor q = saved(0), k = saved(1), v = saved(2), out = saved(3), lse = saved(4);
     const Tensor cu_seqlens_q = saved(5), cu_seqlens_k = saved(6);
     const Tensor dout = grads[0].defined() ? grads[0] : Tensor::zeros(out.shape(), out.dtype(), out.device());
-    const Tensor dq = Tensor::empty(q.shape(), q.dtype(), q.device());
-    const Tensor dk = Tensor::empty(k.shape(), k.dtype(), k.device());
-    const Tensor dv = Tensor::empty(v.shape(), v.dtype(), v.device());
+    const std::vector<Tensor> dqkv = empty_like_heads({q, k, v});
+    const Tensor &dq = dqkv[0], &dk = dqkv[1], &dv = dqkv[2];
     attention_backward({.q = q.view(),
                         .k = k.view(),
                         .v = v.view(),

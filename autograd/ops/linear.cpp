@@ -1,4 +1,5 @@
 #include "autograd/ops.h"
+#include "autograd/ops/joined.h"
 #include "autograd/ops/linear_parts.h"
 #include "autograd/ops/param_grad.h"
 #include "kernels/gemm/gemm.h"
@@ -25,6 +26,57 @@ struct LinearNode final : Node {
   Shape x_shape_;
   int x_ = -1, weight_ = -1;
 };
+
+// Inputs x, the weights, the biases.
+struct LinearsNode final : Node {
+  LinearsNode(const Tensor& x, const std::vector<Tensor>& weights) : Node("linears"), x_shape_(x.shape()), count_(weights.size()) {
+    save("x", x);
+    for (const Tensor& weight : weights) save("weight", weight);
+  }
+
+  std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
+    std::vector<Tensor> out(edges().size()), weights, douts;
+    const Tensor x = as_rows(saved(0));
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (!grads[i].defined()) continue;
+      weights.push_back(saved(static_cast<int>(i) + 1));
+      douts.push_back(as_rows(grads[i]));
+      out[1 + i] = linear_weight_gradient(edges()[1 + i], x, douts.back());
+      out[1 + count_ + i] = linear_bias_gradient(edges()[1 + count_ + i], douts.back());
+    }
+    if (!needs(0)) return out;
+    if (const Tensor weight = joined_rows(weights), dout = joined_columns(douts); weight.defined() && dout.defined()) {
+      weights = {weight};
+      douts = {dout};
+    }
+    Tensor dx = take_gradient_so_far(0);
+    for (std::size_t i = 0; i < weights.size(); ++i) dx = linear_input_gradient(dx, douts[i], weights[i], x_shape_);
+    out[0] = dx;
+    return out;
+  }
+
+ private:
+  Shape x_shape_;
+  std::size_t count_;
+};
+
+// The results of linears side by side where the layers are joined, else one by one: [rows, out] each.
+std::vector<Tensor> linears_rows(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases) {
+  const bool have_biases = biases[0].defined();
+  const Tensor weight = joined_rows(weights), bias = have_biases ? joined_rows(biases) : Tensor();
+  std::vector<Tensor> out;
+  if (!weight.defined() || have_biases != bias.defined()) {
+    for (std::size_t i = 0; i < weights.size(); ++i) out.push_back(linear_rows(x, weights[i], biases[i]));
+    return out;
+  }
+  const Tensor all = linear_rows(x, weight, bias);
+  std::int64_t start = 0;
+  for (const Tensor& part : weights) {
+    out.push_back(slice(all, 1, start, start + part.size(0)));
+    start += part.size(0);
+  }
+  return out;
+}
 
 }  // namespace
 
@@ -81,6 +133,23 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   shape[x.rank() - 1] = weight.size(0);
   const Tensor out = reshape(linear_rows(as_rows(x), weight, bias), shape);
   if (needs_grad({&x, &weight, &bias})) record(out, std::make_shared<LinearNode>(x, weight), {&x, &weight, &bias});
+  return out;
+}
+
+std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases) {
+  HEDDLE_CHECK(!weights.empty() && weights.size() == biases.size(), "linears: needs as many biases as weights and at least one, got ",
+               biases.size(), " and ", weights.size());
+  for (std::size_t i = 0; i < weights.size(); ++i) check_linear("linears", x, weights[i], biases[i]);
+  std::vector<Tensor> out = linears_rows(as_rows(x), weights, biases);
+  for (Tensor& result : out) {
+    Shape shape = x.shape();
+    shape[x.rank() - 1] = result.size(1);
+    result = reshape(result, shape);
+  }
+  std::vector<Tensor> inputs = {x};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  inputs.insert(inputs.end(), biases.begin(), biases.end());
+  if (needs_grad(inputs)) record(out, std::make_shared<LinearsNode>(x, weights), inputs);
   return out;
 }
 
