@@ -269,5 +269,26 @@ TEST(Linear, ErrorsNameTheShapes) {
             "linear: bias must be float32 [4], got float32 [3] on cpu");
 }
 
+// Products of the same numbers, in one matrix or in two: a few roundings of values near 1 apart.
+TEST(Linears, JoinedWeightsGiveWhatSeparateOnesDo) {
+  Generator generator{.seed = 8};
+  const Tensor all = normal({9, 4}, 0.0, 1.0, generator, DType::f64), cotangent = normal({2, 3, 9}, 0.0, 1.0, generator, DType::f64);
+  const Tensor values = normal({2, 3, 4}, 0.0, 1.0, generator, DType::f64);
+  const auto run = [&](bool is_joined) {
+    std::vector<Tensor> weights = {slice(all, 0, 0, 5), slice(all, 0, 5, 9)};
+    if (!is_joined) weights = {weights[0].clone(), weights[1].clone()};
+    const Tensor x = values.clone().set_requires_grad(true);
+    const std::vector<Tensor> out = linears(x, weights, {Tensor(), Tensor()});
+    EXPECT_EQ(out[0].storage() == out[1].storage(), is_joined);
+    concat(out, 2).backward(cotangent);
+    return std::vector{concat(out, 2).to_doubles(), x.grad().to_doubles()};
+  };
+
+  const auto joined = run(true), separate = run(false);
+
+  for (std::size_t i = 0; i < joined.size(); ++i)
+    for (std::size_t j = 0; j < joined[i].size(); ++j) EXPECT_NEAR(joined[i][j], separate[i][j], 1e-14);
+}
+
 }  // namespace
 }  // namespace heddle
