@@ -7,12 +7,9 @@
 namespace heddle::cuda {
 namespace {
 
-template <typename T>
-constexpr bool kFitsFloat = is_floating(dtype_of<T>()) && !std::is_same_v<T, double>;
-
 template <typename To, typename From>
 __device__ To sum_as(To a, From b) {
-  using A = std::conditional_t<kFitsFloat<To> && kFitsFloat<From>, float, double>;
+  using A = std::conditional_t<std::is_same_v<To, double> || std::is_same_v<From, double>, double, float>;
   return convert<To>(convert<A>(a) + convert<A>(b));
 }
 
@@ -39,23 +36,78 @@ __global__ void copy_kernel(const __grid_constant__ Walk<2> walk, const From* so
 }
 
 template <typename To, typename From>
-void copy_typed(const CopyArgs& args, const ExecContext& ctx) {
-  const StridedLoop<2> loop(args.out.shape, {broadcast_strides(args.source.shape, args.source.strides, args.out.shape), args.out.strides});
-  const bool accumulates = args.write == Write::accumulate;
+void copy_floats(const CopyArgs& args, const StridedLoop<2>& loop, const ExecContext& ctx) {
+  const bool accumulates = args.write == Write::accumulate, is_splat = loop.inner_stride(0) == 0;
   const From* source = args.source.as<From>();
   To* out = args.out.as<To>();
-  const bool is_splat = loop.inner_stride(0) == 0;
-  // Vectors only between floating dtypes, the pairs that training moves: 16 bytes of the wider of them.
-  if constexpr (is_floating(dtype_of<To>()) && is_floating(dtype_of<From>())) {
-    constexpr int kWide = 16 / std::max(sizeof(To), sizeof(From));
-    if (loop.inner_stride(1) == 1 && fits_vectors(loop, 0, source, sizeof(From), kWide) && fits_vectors(loop, 1, out, sizeof(To), kWide)) {
-      const Walk<2> walk(loop, kWide);
-      copy_kernel<kWide><<<grid_for(walk.count, kBlock, ctx), kBlock, 0, stream_of(ctx)>>>(walk, source, is_splat, out, accumulates);
-      return;
+  const auto launch = [&](auto width) {
+    const Walk<2> walk(loop, width);
+    copy_kernel<width><<<grid_for(walk.count, kBlock, ctx), kBlock, 0, stream_of(ctx)>>>(walk, source, is_splat, out, accumulates);
+  };
+  constexpr int kPair = 16 / std::max(sizeof(To), sizeof(From));  // 16 bytes of the wider
+  if (loop.inner_stride(1) == 1 && fits_vectors(loop, 0, source, sizeof(From), kPair) && fits_vectors(loop, 1, out, sizeof(To), kPair))
+    launch(std::integral_constant<int, kPair>{});
+  else launch(std::integral_constant<int, 1>{});
+}
+
+// An element that is moved and never computed with.
+template <typename Bits>
+__global__ void move_kernel(const __grid_constant__ Walk<2> walk, const Bits* source, Bits* out) {
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (std::int64_t item = first; item < walk.count; item += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
+    std::int64_t at[2];
+    walk.locate(item, at);
+    out[at[1]] = source[at[0]];
+  }
+}
+
+// Calls fn(T*) with the element type of `dtype`.
+template <typename Fn>
+__device__ void with_elements(void* data, DType dtype, const Fn& fn) {
+  switch (dtype) {
+    case DType::f64: return fn(static_cast<double*>(data));
+    case DType::f32: return fn(static_cast<float*>(data));
+    case DType::bf16: return fn(static_cast<bfloat16*>(data));
+    case DType::f16: return fn(static_cast<float16*>(data));
+    case DType::i64: return fn(static_cast<std::int64_t*>(data));
+    case DType::i32: return fn(static_cast<std::int32_t*>(data));
+    case DType::u8: return fn(static_cast<std::uint8_t*>(data));
+    case DType::boolean: return fn(static_cast<bool*>(data));
+  }
+}
+
+// The pairs with an integer or a bool in them, through float64: their dtypes are run-time values, because kernels for each of 48
+// pairs that no training step uses would be most of this file's time to compile.
+__global__ void convert_kernel(const __grid_constant__ Walk<2> walk, void* source, DType from, void* out, DType to, bool accumulates) {
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (std::int64_t item = first; item < walk.count; item += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
+    std::int64_t at[2];
+    walk.locate(item, at);
+    double value = 0;
+    with_elements(source, from, [&](const auto* elements) { value = convert<double>(elements[at[0]]); });
+    with_elements(out, to, [&](auto* elements) {
+      using To = std::remove_pointer_t<decltype(elements)>;
+      elements[at[1]] = accumulates ? convert<To>(convert<double>(elements[at[1]]) + value) : convert<To>(value);
+    });
+  }
+}
+
+void convert(const CopyArgs& args, const StridedLoop<2>& loop, const ExecContext& ctx) {
+  const Walk<2> walk(loop);
+  const int grid = grid_for(walk.count, kBlock, ctx);
+  const auto move = [&](auto bits) {
+    using Bits = decltype(bits);
+    move_kernel<<<grid, kBlock, 0, stream_of(ctx)>>>(walk, static_cast<const Bits*>(args.source.data), static_cast<Bits*>(args.out.data));
+  };
+  if (args.source.dtype == args.out.dtype && args.write == Write::assign) {
+    switch (dtype_size(args.out.dtype)) {
+      case 1: return move(std::uint8_t{});
+      case 4: return move(std::uint32_t{});
+      default: return move(std::uint64_t{});
     }
   }
-  const Walk<2> walk(loop);
-  copy_kernel<1><<<grid_for(walk.count, kBlock, ctx), kBlock, 0, stream_of(ctx)>>>(walk, source, is_splat, out, accumulates);
+  convert_kernel<<<grid, kBlock, 0, stream_of(ctx)>>>(walk, const_cast<void*>(args.source.data), args.source.dtype, args.out.data,
+                                                      args.out.dtype, args.write == Write::accumulate);
 }
 
 std::size_t nbytes_of(const ConstView& view) { return static_cast<std::size_t>(view.numel()) * dtype_size(view.dtype); }
@@ -71,11 +123,16 @@ void copy_on_device(const CopyArgs& args, const ExecContext& ctx) {
     HEDDLE_CUDA_CHECK(cudaMemcpyAsync(args.out.data, args.source.data, nbytes_of(args.source), cudaMemcpyDeviceToDevice, stream_of(ctx)));
     return;
   }
-  dispatch_any(args.out.dtype, [&](auto to) {
-    dispatch_any(args.source.dtype, [&](auto from) {
-      copy_typed<typename decltype(to)::type, typename decltype(from)::type>(args, ctx);
+  const StridedLoop<2> loop(args.out.shape, {broadcast_strides(args.source.shape, args.source.strides, args.out.shape), args.out.strides});
+  if (is_floating(args.out.dtype) && is_floating(args.source.dtype)) {
+    dispatch_float(args.out.dtype, "copy", [&](auto to) {
+      dispatch_float(args.source.dtype, "copy", [&](auto from) {
+        copy_floats<typename decltype(to)::type, typename decltype(from)::type>(args, loop, ctx);
+      });
     });
-  });
+  } else {
+    convert(args, loop, ctx);
+  }
   check_launch("copy");
 }
 

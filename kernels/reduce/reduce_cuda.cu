@@ -19,7 +19,9 @@ constexpr int kColumnRows = kBlock / kWarp;
 
 // Sums over `reduced` for every element of `kept`, which walks input and output. Split s of S sums the terms
 // [terms s / S, terms (s + 1) / S) of every output; with S > 1 the sums go to partial [S, outputs] instead of to out.
-template <typename T, typename Out>
+// The dtype of the outputs is a run-time value: there is one write for many reads, and a kernel for each pair of dtypes would cost
+// minutes to compile.
+template <typename T>
 struct SumTask {
   using A = accumulate_t<T>;
   const T* x;
@@ -27,7 +29,8 @@ struct SumTask {
   Walk<1> reduced;
   std::int64_t splits;
   A* partial;
-  Out* out;
+  void* out;
+  DType out_dtype;
   A factor;
   bool accumulates;
 
@@ -54,11 +57,14 @@ struct SumTask {
     const T* start = x + base;
     const std::int64_t stride = reduced.step[0][0];
     if (reduced.rank == 1) return sum_terms(from, to, step, [=](std::int64_t i) { return convert<A>(start[i * stride]); });
-    return sum_terms(from, to, step, [=, this](std::int64_t i) {
+    A sum = 0;
+#pragma unroll 1
+    for (std::int64_t i = from; i < to; i += step) {
       std::int64_t at[1];
       reduced.locate(i, at);
-      return convert<A>(start[at[0]]);
-    });
+      sum += convert<A>(start[at[0]]);
+    }
+    return sum;
   }
 
   __device__ void finish(std::int64_t output, std::int64_t split, std::int64_t offset, A sum) const {
@@ -66,14 +72,25 @@ struct SumTask {
       partial[split * kept.count + output] = sum;
       return;
     }
-    const A before = accumulates ? convert<A>(out[offset]) : A(0);
-    out[offset] = convert<Out>(before + factor * sum);
+    switch (out_dtype) {
+      case DType::f64: return put<double>(offset, sum);
+      case DType::f32: return put<float>(offset, sum);
+      case DType::bf16: return put<bfloat16>(offset, sum);
+      default: return put<float16>(offset, sum);
+    }
+  }
+
+  template <typename Out>
+  __device__ void put(std::int64_t offset, A sum) const {
+    Out& to = static_cast<Out*>(out)[offset];
+    const A before = accumulates ? convert<A>(to) : A(0);
+    to = convert<Out>(before + factor * sum);
   }
 };
 
 // A group an output and split: for terms that lie along the smaller stride.
-template <int kThreads, typename T, typename Out>
-__global__ void sum_rows_kernel(const __grid_constant__ SumTask<T, Out> task) {
+template <int kThreads, typename T>
+__global__ void sum_rows_kernel(const __grid_constant__ SumTask<T> task) {
   const Group<kThreads> group;
   for (std::int64_t i = group.first; i < task.kept.count * task.splits; i += group.stride) {
     const std::int64_t output = i % task.kept.count, split = i / task.kept.count;
@@ -86,8 +103,8 @@ __global__ void sum_rows_kernel(const __grid_constant__ SumTask<T, Out> task) {
 }
 
 // A thread an output, kColumnRows threads sharing its terms: for outputs that lie along the smaller stride.
-template <typename T, typename Out>
-__global__ void sum_columns_kernel(const __grid_constant__ SumTask<T, Out> task) {
+template <typename T>
+__global__ void sum_columns_kernel(const __grid_constant__ SumTask<T> task) {
   using A = accumulate_t<T>;
   __shared__ A sums[kColumnRows][kWarp];
   const int column = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
@@ -111,8 +128,8 @@ __global__ void sum_columns_kernel(const __grid_constant__ SumTask<T, Out> task)
 }
 
 // The same for columns of a dense, aligned matrix: a thread has kWide neighbouring outputs, one load a term.
-template <typename T, typename Out>
-__global__ void sum_wide_columns_kernel(const __grid_constant__ SumTask<T, Out> task) {
+template <typename T>
+__global__ void sum_wide_columns_kernel(const __grid_constant__ SumTask<T> task) {
   using A = accumulate_t<T>;
   constexpr int V = kWide<T>, kTile = kWarp * V;
   __shared__ A sums[kColumnRows][kTile];
@@ -150,9 +167,8 @@ bool has_wide_columns(const T* x, const StridedLoop<2>& kept, const StridedLoop<
 }
 
 // Runs one sum; where the outputs alone do not fill the card, in two stages.
-template <typename T, typename Out>
-void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& reduced, Out* out, double factor, Write write,
-              bool may_split, const ExecContext& ctx) {
+template <typename T>
+void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& reduced, const SumArgs& args, bool may_split, const ExecContext& ctx) {
   using A = accumulate_t<T>;
   const std::int64_t outputs = kept.shape.numel(), terms = reduced.shape.numel();
   const bool is_rows = reduced.inner_size() > 1 && (kept.inner_size() == 1 || reduced.inner_stride(0) < kept.inner_stride(0));
@@ -162,8 +178,8 @@ void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& redu
   const std::int64_t splits = may_split ? std::clamp<std::int64_t>(kEnoughTasks / tasks, 1, most) : 1;
   Buffer partial;
   if (splits > 1) partial = Buffer(splits * outputs * static_cast<std::int64_t>(sizeof(A)), ctx.device);
-  const SumTask<T, Out> task{x, Walk<2>(kept), Walk<1>(reduced), splits, static_cast<A*>(partial.data()), out, static_cast<A>(factor),
-                             write == Write::accumulate};
+  const SumTask<T> task{x, Walk<2>(kept), Walk<1>(reduced), splits, static_cast<A*>(partial.data()), args.out.data, args.out.dtype,
+                        static_cast<A>(args.factor), args.write == Write::accumulate};
   if (is_rows) {
     with_group(terms / splits, [&](auto threads) {
       const int grid = grid_for(outputs * splits, Group<threads>::kInBlock, ctx);
@@ -182,10 +198,10 @@ void sum_over(const T* x, const StridedLoop<2>& kept, const StridedLoop<1>& redu
   if (splits == 1) return;
   const StridedLoop<2> kept_partial(kept.shape, {contiguous_strides(kept.shape), kept.strides[1]});
   const StridedLoop<1> over_splits({splits}, {Shape{outputs}});
-  sum_over<A, Out>(task.partial, kept_partial, over_splits, out, factor, write, /*may_split=*/false, ctx);
+  sum_over<A>(task.partial, kept_partial, over_splits, args, /*may_split=*/false, ctx);
 }
 
-template <typename T, typename Out>
+template <typename T>
 void sum_typed(const SumArgs& args, const ExecContext& ctx) {
   Shape kept, kept_from, kept_to, reduced, reduced_from;
   for (int d = 0; d < args.x.shape.rank(); ++d) {
@@ -195,8 +211,7 @@ void sum_typed(const SumArgs& args, const ExecContext& ctx) {
       kept.push_back(args.x.shape[d]), kept_from.push_back(args.x.strides[d]), kept_to.push_back(args.out.strides[d]);
     }
   }
-  sum_over<T, Out>(args.x.as<T>(), {kept, {kept_from, kept_to}}, {reduced, {reduced_from}}, args.out.as<Out>(), args.factor, args.write,
-                   /*may_split=*/true, ctx);
+  sum_over<T>(args.x.as<T>(), {kept, {kept_from, kept_to}}, {reduced, {reduced_from}}, args, /*may_split=*/true, ctx);
 }
 
 // A value of a slice and where it is. The largest wins, NaN above all, and the first of equals.
@@ -253,18 +268,9 @@ __global__ void max_backward_kernel(const __grid_constant__ Walk<3> walk, const 
 
 }  // namespace
 
-// Beside the dtypes of the contract this takes float32 into a half type, for kernels that end in a sum of float32 parts.
 void sum(const SumArgs& args, const ExecContext& ctx) {
   if (args.out.numel() == 0) return;
-  dispatch_float(args.x.dtype, "sum", [&](auto from) {
-    using T = typename decltype(from)::type;
-    dispatch_float(args.out.dtype, "sum", [&](auto to) {
-      using Out = typename decltype(to)::type;
-      if constexpr (std::is_same_v<T, Out> || std::is_same_v<Out, float> || (std::is_same_v<T, float> && sizeof(Out) == 2))
-        sum_typed<T, Out>(args, ctx);
-      else throw Error(concat_text("sum: no sum of ", args.x.dtype, " into ", args.out.dtype));
-    });
-  });
+  dispatch_float(args.x.dtype, "sum", [&](auto tag) { sum_typed<typename decltype(tag)::type>(args, ctx); });
 }
 
 void max(const MaxArgs& args, const ExecContext& ctx) {
