@@ -9,13 +9,16 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 class CudaAttentionMemory : public NeedsCuda<> {};
 
-// With one key: out = v, dv = dout, dq = dk = 0, all exactly. The grid has more than 65535 heads in all.
+// With one key: out = v and dv = dout, exactly; dq = dk = 0 but for the rounding of two sums of D products that are equal in exact
+// arithmetic. The grid has more than 65535 heads in all.
 TEST_F(CudaAttentionMemory, ManyShortSequencesAreExact) {
   for (const auto& [B, Hq, D] : {std::tuple{8300, 16, 128}, {70000, 1, 64}}) {
     const AttentionSizes sizes{.B = B, .Hq = Hq, .Hkv = Hq, .D = D, .scale = default_scale(D)};
     const Shape shape{B, 1, Hq, D};
     const Tensor x = held_values(shape, DType::bf16, 3), dout = held_values(shape, DType::bf16, 4);
     const AttentionTensors tensors(sizes, {x, x, x, dout, {}}, DType::bf16, kCuda, all_of({.gaps = Gaps::none}));
+    const double sum = static_cast<double>(D) * largest(x) * largest(dout), rounding = 2 * static_cast<double>(D) * unit_roundoff(DType::f32) * sum;
+    const double bound = sizes.scale * rounding * largest(x);
     for (std::string_view variant : gpu_variants()) {
       const Forward f = tensors.forward(variant);
       if (!f.refusal.empty()) continue;
@@ -23,8 +26,8 @@ TEST_F(CudaAttentionMemory, ManyShortSequencesAreExact) {
       const Backward b = tensors.backward(variant, f);
       if (!b.refusal.empty()) continue;
       EXPECT_TRUE(has_same_bits(b.dv, tensors.dout)) << variant;
-      EXPECT_EQ(largest(b.dq.part), 0) << variant;
-      EXPECT_EQ(largest(b.dk.part), 0) << variant;
+      EXPECT_LE(largest(b.dq.part), bound) << variant;
+      EXPECT_LE(largest(b.dk.part), bound) << variant;
     }
   }
 }

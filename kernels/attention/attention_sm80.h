@@ -15,10 +15,10 @@ std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass
 void forward(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
 void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
 
-// The kernels for heads of up to kHead columns, instantiated in a file each.
-template <int kHead>
-void forward_of(const ForwardParams& p, DType dtype, cudaStream_t stream);
-template <int kHead>
-void backward_of(const BackwardParams& p, DType dtype, cudaStream_t stream);
+// The kernels of a shape (tile_sm80.h), instantiated in a file each.
+template <typename Shape>
+void forward_with(const ForwardParams& p, DType dtype, cudaStream_t stream);
+template <typename Shape>
+void backward_with(const BackwardParams& p, DType dtype, cudaStream_t stream);
 
 }  // namespace heddle::cuda::sm80

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention/attention_sm80.h"
 #include "kernels/attention/blocks_sm80.cuh"
 #include "kernels/attention/tile_sm80.h"
@@ -22,22 +24,31 @@ __device__ __forceinline__ void add_global(float4* to, const float (&x)[4]) {
 }
 
 // Note: Turns
-// Deterministic sums of dq: the key tiles add to a tile of rows in the order of their numbers, each after it has seen its own in
-// the row tile's counter. A block waits only for blocks that were started before it.
-__device__ __forceinline__ void await_turn(const unsigned* turn, unsigned tile) {
-  if (threadIdx.x == 0) {
-    unsigned now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != tile);
+// Deterministic sums of dq: the key tiles that a tile of rows sees add to it from the last to the first, each when the row tile's
+// counter says that it is its turn. Blocks start in the same order, so one waits only for blocks that started before it. With a
+// causal mask this order needs no waiting: a block begins at its diagonal, where it is the first.
+struct Turn {
+  unsigned* counter;  // null: any order will do
+  unsigned number;
+
+  // Called by every thread of a warp.
+  __device__ __forceinline__ void await() const {
+    if (counter == nullptr) return;
+    if (threadIdx.x % kWarp == 0) {
+      unsigned now;
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+      while (now != number);
+    }
+    __syncwarp();
   }
-  __syncthreads();
-}
-__device__ __forceinline__ void pass_turn(unsigned* turn, unsigned tile) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn), "r"(tile + 1) : "memory");
-}
+  // Called by every thread of the block, with a barrier between the two.
+  __device__ __forceinline__ void finish() const {
+    if (counter != nullptr) __threadfence();
+  }
+  __device__ __forceinline__ void pass() const {
+    if (counter != nullptr && threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(number + 1) : "memory");
+  }
+};
 
 // Addresses of a block's tiles in shared memory.
 template <typename Shape>
@@ -46,16 +57,17 @@ struct BackwardMemory {
   using QueryTile = SharedTile<Shape::kRows, Shape::kHead>;
   using ScoreTile = SharedTile<Shape::kKeys, Shape::kRows>;  // transposed: a row for each key
 
-  std::uint32_t keys, values, probabilities, gradients;  // gradients: of the scores
-  std::uint32_t queries, douts, lse, delta;               // kStages each
-  std::uint32_t flags;                                    // of the keys
+  std::uint32_t keys, values;
+  std::uint32_t probabilities, gradients;    // gradients: of the scores; one place if probabilities stay in registers
+  std::uint32_t queries, douts, lse, delta;  // kStages each
+  std::uint32_t flags;                       // of the keys
 
   __device__ __forceinline__ explicit BackwardMemory(const void* memory) {
     keys = static_cast<std::uint32_t>(__cvta_generic_to_shared(memory));
     values = keys + KeyTile::kBytes;
     probabilities = values + KeyTile::kBytes;
-    gradients = probabilities + ScoreTile::kBytes;
-    queries = gradients + ScoreTile::kBytes;
+    queries = probabilities + Shape::kScoreTiles * ScoreTile::kBytes;
+    gradients = queries - ScoreTile::kBytes;
     douts = queries + Shape::kStages * QueryTile::kBytes;
     lse = douts + Shape::kStages * QueryTile::kBytes;
     delta = lse + Shape::kStages * Shape::kRowBytes;
@@ -100,41 +112,55 @@ struct BackwardParts {
   }
 };
 
-// Which pairs of a part count: key < keys and key <= row + diagonal, numbers from the start of the part.
+// Which pairs of a part are visible: key < keys and key <= row + diagonal, numbers from the start of the part.
 struct PairMask {
   bool is_needed;
   int keys, diagonal;
 
-  __device__ __forceinline__ bool hides(int key, int row) const { return key >= keys || key > row + diagonal; }
+  template <int kM, int kN>
+  __device__ __forceinline__ void clear_hidden(float (&x)[kM][kN][4]) const {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kN; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int key = 16 * i + 8 * (e / 2) + lane / 4, row = 8 * j + lane % 4 * 2 + e % 2;
+          if (key >= keys || key > row + diagonal) x[i][j][e] = 0.0f;
+        }
+  }
 };
 
-// Turns transposed scores into probabilities, and the gradients of probabilities into those of scores. `lse` and `delta` are the
-// addresses of the values for the part's first row. Hidden pairs get 0 in both, whatever was there.
+// Turns transposed scores into probabilities; those of hidden pairs are 0. `lse` is the address of the value for the part's first
+// row.
 template <int kM, int kN>
-__device__ __forceinline__ void score_gradients(float (&scores)[kM][kN][4], float (&gradients)[kM][kN][4], std::uint32_t lse, std::uint32_t delta,
-                                                float scale_log2, const PairMask& mask) {
+__device__ __forceinline__ void probabilities(float (&scores)[kM][kN][4], std::uint32_t lse, float scale_log2, const PairMask& mask) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
-    const int row = 8 * j + lane % 4 * 2;
-    const float2 row_lse = load_shared_float2(lse + row * 4), row_delta = load_shared_float2(delta + row * 4);
+    const float2 row_lse = load_shared_float2(lse + (8 * j + lane % 4 * 2) * 4);
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& score = scores[i][j][e];
-        score = exp2_approx(score * scale_log2 - (e % 2 == 0 ? row_lse.x : row_lse.y));
-        gradients[i][j][e] = score * (gradients[i][j][e] - (e % 2 == 0 ? row_delta.x : row_delta.y));
-      }
+      for (int e = 0; e < 4; ++e) scores[i][j][e] = exp2_approx(scores[i][j][e] * scale_log2 - (e % 2 == 0 ? row_lse.x : row_lse.y));
   }
-  if (!mask.is_needed) return;
+  if (mask.is_needed) mask.clear_hidden(scores);
+}
+
+// Turns the probabilities of kN blocks of rows, from block kFirst on, into gradients of scores, given those of probabilities; 0 for
+// hidden pairs. `delta` is the address of the value for the part's first row.
+template <int kFirst, int kM, int kAll, int kN>
+__device__ __forceinline__ void score_gradients(float (&p)[kM][kAll][4], const float (&dp)[kM][kN][4], std::uint32_t delta) {
+  const int lane = threadIdx.x % kWarp;
 #pragma unroll
-  for (int j = 0; j < kN; ++j)
+  for (int j = 0; j < kN; ++j) {
+    const float2 row_delta = load_shared_float2(delta + (8 * (kFirst + j) + lane % 4 * 2) * 4);
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (mask.hides(16 * i + 8 * (e / 2) + lane / 4, 8 * j + lane % 4 * 2 + e % 2)) scores[i][j][e] = gradients[i][j][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) p[i][kFirst + j][e] *= dp[i][j][e] - (e % 2 == 0 ? row_delta.x : row_delta.y);
+  }
 }
 
 // Keys that are not finite (Note: Hidden values): `flags` gets a NaN for each of them, 0 for the others, and the scores of such a
@@ -178,12 +204,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
   using ScoreTile = typename Memory::ScoreTile;
   constexpr int kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kHeadSteps = Shape::kHead / kBlockDepth, kRowSteps = Shape::kRows / kBlockDepth, kKeySteps = Shape::kKeys / kBlockDepth;
+  constexpr int kRowBlocks = Parts::kRows / kBlockColumns;
+  constexpr bool kHasWholeRows = Shape::kHasWholeRows;
+  constexpr int kSplits = kRowBlocks >= 8 ? 2 : 1;  // parts in which gradients of probabilities are computed, for want of registers
   extern __shared__ __align__(128) std::uint8_t raw[];
   const Memory memory(raw);
   const Parts parts;
 
-  const BlockIndex block =
-      block_index((p.sequences.longest_k + Shape::kKeys - 1) / Shape::kKeys, p.heads / p.group, p.sequences.count, p.section_heads);
+  const int key_tiles = (p.sequences.longest_k + Shape::kKeys - 1) / Shape::kKeys;
+  BlockIndex block = block_index(key_tiles, p.heads / p.group, p.sequences.count, p.section_heads);
+  if (p.turns != nullptr) block.tile = key_tiles - 1 - block.tile;
   const Sequence sequence(p.sequences, block.sequence);
   const int first_key = block.tile * Shape::kKeys, keys = sequence.Sk - first_key;
   if (keys <= 0) return;
@@ -227,6 +257,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
     if (has_flags) flag_keys<T, KeyTile, kThreads>(memory.keys, memory.flags);
   }
   int stage = 0;
+  Turn turn{nullptr, 0};
   for (bool has_more = first_tile < tiles; has_more;) {
     RowTile next{at.head, at.tile + 1};
     if (next.tile == tiles) next = {at.head + 1, first_tile};
@@ -241,41 +272,49 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
       commit_copies();
     }
 
+    float scores[Parts::kKeys / kBlockRows][kRowBlocks][4];
+    clear(scores);
+    const int first_row = at.tile * Shape::kRows;
+    const PairMask mask{keys < Shape::kKeys || first_row + diagonal < Shape::kKeys - 1, keys - parts.key, first_row + parts.row + diagonal - parts.key};
     {
-      float scores[Parts::kKeys / kBlockRows][Parts::kRows / kBlockColumns][4], gradients[Parts::kKeys / kBlockRows][Parts::kRows / kBlockColumns][4];
-      clear(scores);
-      clear(gradients);
-      const auto key_cursor = rows_first<KeyTile>(memory.keys, parts.key, 0), value_cursor = rows_first<KeyTile>(memory.values, parts.key, 0);
-      const auto query_cursor = columns_first<QueryTile>(queries, parts.row, 0), dout_cursor = columns_first<QueryTile>(douts, parts.row, 0);
+      const auto left = rows_first<KeyTile>(memory.keys, parts.key, 0);
+      const auto right = columns_first<QueryTile>(queries, parts.row, 0);
       multiply<T, kHeadSteps>(
-          scores, [&](auto& to, int i, int step) { load_matrices(to, key_cursor.at(16 * i, 16 * step)); },
-          [&](auto& to, int j, int step) { load_matrices(to, query_cursor.at(8 * j, 16 * step)); });
-      multiply<T, kHeadSteps>(
-          gradients, [&](auto& to, int i, int step) { load_matrices(to, value_cursor.at(16 * i, 16 * step)); },
-          [&](auto& to, int j, int step) { load_matrices(to, dout_cursor.at(8 * j, 16 * step)); });
-      const int first_row = at.tile * Shape::kRows;
-      const PairMask mask{keys < Shape::kKeys || first_row + diagonal < Shape::kKeys - 1, keys - parts.key,
-                          first_row + parts.row + diagonal - parts.key};
-      if (has_flags) add_flags(scores, memory.flags + parts.key * 4);
-      score_gradients(scores, gradients, lse + parts.row * 4, delta + parts.row * 4, p.scale_log2, mask);
-      put_result<T>(result<ScoreTile>(memory.probabilities, parts.key, parts.row), scores);
-      put_result<T>(result<ScoreTile>(memory.gradients, parts.key, parts.row), gradients);
+          scores, [&](auto& to, int i, int step) { load_matrices(to, left.at(16 * i, 16 * step)); },
+          [&](auto& to, int j, int step) { load_matrices(to, right.at(8 * j, 16 * step)); });
     }
+    if (has_flags) add_flags(scores, memory.flags + parts.key * 4);
+    probabilities(scores, lse + parts.row * 4, p.scale_log2, mask);
+    const auto from_scores = [&](auto& to, int i, int step) { pack_left<T>(to, scores[i][2 * step], scores[i][2 * step + 1]); };
+    const auto add_product = [&](auto& sum, const auto& left, std::uint32_t tile) {
+      const auto right = rows_first<QueryTile>(tile, 0, parts.column);
+      multiply<T, kRowSteps>(sum, left, [&](auto& to, int j, int step) { load_matrices_transposed(to, right.at(16 * step, 8 * j)); });
+    };
+    if constexpr (kHasWholeRows) add_product(dv, from_scores, douts);
+    else put_result<T>(result<ScoreTile>(memory.probabilities, parts.key, parts.row), scores);
+    const auto left_values = rows_first<KeyTile>(memory.values, parts.key, 0);
+    const auto right_douts = columns_first<QueryTile>(douts, parts.row, 0);
+    const auto turn_into_gradients = [&]<int kFirst>(std::integral_constant<int, kFirst>) {
+      float dp[Parts::kKeys / kBlockRows][kRowBlocks / kSplits][4];
+      clear(dp);
+      multiply<T, kHeadSteps>(
+          dp, [&](auto& to, int i, int step) { load_matrices(to, left_values.at(16 * i, 16 * step)); },
+          [&](auto& to, int j, int step) { load_matrices(to, right_douts.at(8 * (kFirst + j), 16 * step)); });
+      score_gradients<kFirst>(scores, dp, delta + parts.row * 4);
+    };
+    turn_into_gradients(std::integral_constant<int, 0>());
+    if constexpr (kSplits == 2) turn_into_gradients(std::integral_constant<int, kRowBlocks / 2>());
+    if (mask.is_needed) mask.clear_hidden(scores);
+    put_result<T>(result<ScoreTile>(memory.gradients, parts.key, parts.row), scores);
+    if constexpr (kHasWholeRows) add_product(dk, from_scores, queries);
+    turn.finish();    // here because the last sums take long to arrive
     __syncthreads();  // probabilities and gradients are there for all
+    turn.pass();
 
-    {
-      const auto left = rows_first<ScoreTile>(memory.probabilities, parts.key, 0);
-      const auto right = rows_first<QueryTile>(douts, 0, parts.column);
-      multiply<T, kRowSteps>(
-          dv, [&](auto& to, int i, int step) { load_matrices(to, left.at(16 * i, 16 * step)); },
-          [&](auto& to, int j, int step) { load_matrices_transposed(to, right.at(16 * step, 8 * j)); });
-    }
-    {
-      const auto left = rows_first<ScoreTile>(memory.gradients, parts.key, 0);
-      const auto right = rows_first<QueryTile>(queries, 0, parts.column);
-      multiply<T, kRowSteps>(
-          dk, [&](auto& to, int i, int step) { load_matrices(to, left.at(16 * i, 16 * step)); },
-          [&](auto& to, int j, int step) { load_matrices_transposed(to, right.at(16 * step, 8 * j)); });
+    if constexpr (!kHasWholeRows) {
+      const auto left_p = rows_first<ScoreTile>(memory.probabilities, parts.key, 0), left_ds = rows_first<ScoreTile>(memory.gradients, parts.key, 0);
+      add_product(dv, [&](auto& to, int i, int step) { load_matrices(to, left_p.at(16 * i, 16 * step)); }, douts);
+      add_product(dk, [&](auto& to, int i, int step) { load_matrices(to, left_ds.at(16 * i, 16 * step)); }, queries);
     }
     {
       float dq[Parts::kDqRows / kBlockRows][Parts::kDqColumns / kBlockColumns][4];
@@ -285,11 +324,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
       multiply<T, kKeySteps>(
           dq, [&](auto& to, int i, int step) { load_matrices_transposed(to, left.at(16 * step, 16 * i)); },
           [&](auto& to, int j, int step) { load_matrices_transposed(to, right.at(16 * step, 8 * j)); });
-      const std::int64_t padded = at.head * p.rows.total_rows + padded_row + at.tile * Shape::kRows;
-      unsigned* const turn = p.turns == nullptr ? nullptr : p.turns + padded / Shape::kRows;
-      if (turn != nullptr) await_turn(turn, block.tile);
+      const std::int64_t padded = at.head * p.rows.total_rows + padded_row + first_row;
+      if (p.turns != nullptr) {
+        const int last_row = min(first_row + Shape::kRows, sequence.Sq) - 1;
+        turn = {p.turns + padded / Shape::kRows, static_cast<unsigned>(min(keys - 1, last_row + diagonal) / Shape::kKeys)};
+      }
+      turn.await();
       add_rows(p, padded + parts.dq_row, parts.dq_column, dq);
-      if (turn != nullptr) pass_turn(turn, block.tile);
     }
     at = next;
     if constexpr (kStages == 1) {
@@ -299,7 +340,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) backward_kernel(const __gr
     }
   }
 
+  turn.finish();
   __syncthreads();
+  turn.pass();
   put_result<T>(result<KeyTile>(memory.keys, parts.key, parts.column), dk, p.scale);
   put_result<T>(result<KeyTile>(memory.values, parts.key, parts.column), dv);
   __syncthreads();
@@ -319,9 +362,8 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
   check_launch("attention backward");
 }
 
-template <int kHead>
-void backward_of(const BackwardParams& p, DType dtype, cudaStream_t stream) {
-  using Shape = typename Shapes<kHead>::Backward;
+template <typename Shape>
+void backward_with(const BackwardParams& p, DType dtype, cudaStream_t stream) {
   dtype == DType::bf16 ? launch_backward<__nv_bfloat16, Shape>(p, stream) : launch_backward<__half, Shape>(p, stream);
 }
 

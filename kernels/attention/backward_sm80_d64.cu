@@ -2,6 +2,6 @@
 
 namespace heddle::cuda::sm80 {
 
-template void backward_of<64>(const BackwardParams& p, DType dtype, cudaStream_t stream);
+template void backward_with<Shapes<64>::Backward>(const BackwardParams& p, DType dtype, cudaStream_t stream);
 
 }  // namespace heddle::cuda::sm80

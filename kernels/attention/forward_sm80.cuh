@@ -62,8 +62,10 @@ struct ForwardWarp {
           for (int e = 0; e < 2; ++e) largest = fmaxf(largest, scores[i][j][2 * half + e]);
         largest = fmaxf(row_max[i][half], quad_max(largest));
         // A row that has seen no key yet keeps -inf; 0 in its place keeps the exponents from becoming NaN.
-        const float safe = largest == -INFINITY ? 0.0f : largest * scale_log2;
-        const float factor = exp2_approx(row_max[i][half] * scale_log2 - safe);
+        const float safe = largest == -INFINITY ? 0.0f : largest;
+        // From the difference: the maximum times the scale is not the product rounded, and a factor that is not quite 1 in every
+        // tile adds up.
+        const float factor = exp2_approx((row_max[i][half] - safe) * scale_log2), shift = safe * scale_log2;
         row_max[i][half] = largest;
         float sum = 0.0f;
 #pragma unroll
@@ -71,7 +73,7 @@ struct ForwardWarp {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& score = scores[i][j][2 * half + e];
-            score = exp2_approx(score * scale_log2 - safe);
+            score = exp2_approx(score * scale_log2 - shift);
             sum += score;
           }
         row_sum[i][half] = row_sum[i][half] * factor + sum;
@@ -234,9 +236,8 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
   check_launch("attention");
 }
 
-template <int kHead>
-void forward_of(const ForwardParams& p, DType dtype, cudaStream_t stream) {
-  using Shape = typename Shapes<kHead>::Forward;
+template <typename Shape>
+void forward_with(const ForwardParams& p, DType dtype, cudaStream_t stream) {
   dtype == DType::bf16 ? launch_forward<__nv_bfloat16, Shape>(p, stream) : launch_forward<__half, Shape>(p, stream);
 }
 

@@ -2,6 +2,6 @@
 
 namespace heddle::cuda::sm80 {
 
-template void forward_of<32>(const ForwardParams& p, DType dtype, cudaStream_t stream);
+template void forward_with<Shapes<32>::Forward>(const ForwardParams& p, DType dtype, cudaStream_t stream);
 
 }  // namespace heddle::cuda::sm80

@@ -30,20 +30,27 @@ struct BackwardShape {
   static constexpr int kRowWarps = kRowWarps_;
   static constexpr int kStages = kStages_;  // tiles of queries and of output gradients in shared memory
   static constexpr int kRowBytes = 4 * kRows;  // of log-sum-exp, and of delta, of a tile
-  static constexpr int kSharedBytes = 4 * kHead * (kKeys + kStages * kRows) + 4 * kRows * kKeys + 2 * kStages * kRowBytes + 4 * kKeys;
+  // A warp that has all rows of its keys' scores multiplies by the probabilities from registers; else they go through memory, as
+  // the gradients of scores always do.
+  static constexpr bool kHasWholeRows = kKeyWarps == kWarps;
+  static constexpr int kScoreTiles = kHasWholeRows ? 1 : 2;
+  static constexpr int kSharedBytes =
+      4 * kHead * (kKeys + kStages * kRows) + 2 * kScoreTiles * kRows * kKeys + 2 * kStages * kRowBytes + 4 * kKeys;
 };
 
+// Small shapes are for devices that give a block 99 KB of shared memory (compute capabilities 8.6, 8.9); the others need the 163 KB
+// of 8.0.
 template <int kHead>
 struct Shapes;
 
 template <>
 struct Shapes<32> {
-  using Forward = ForwardShape<32, 128, 128, 4, 1>;
-  using Backward = BackwardShape<32, 64, 128, 8, 4, 4, 2>;
+  using Forward = ForwardShape<32, 128, 64, 4, 2>;
+  using Backward = BackwardShape<32, 64, 128, 4, 4, 2, 2>;
 };
 template <>
 struct Shapes<64> {
-  using Forward = ForwardShape<64, 128, 64, 4, 2>;
+  using Forward = ForwardShape<64, 128, 96, 4, 2>;
   using Backward = BackwardShape<64, 64, 128, 4, 4, 2, 2>;
 };
 template <>
@@ -52,17 +59,19 @@ struct Shapes<96> {
 };
 template <>
 struct Shapes<128> {
-  using Forward = ForwardShape<128, 128, 64, 4, 2>;
+  using Forward = ForwardShape<128, 128, 64, 4, 1>;
   using Backward = BackwardShape<128, 64, 128, 8, 4, 2, 2>;
+  using SmallBackward = BackwardShape<128, 64, 64, 4, 2, 2, 1>;
 };
 template <>
 struct Shapes<192> {
-  using Forward = ForwardShape<192, 128, 64, 8, 1>;
+  using Forward = ForwardShape<192, 64, 64, 4, 1>;
 };
 template <>
 struct Shapes<256> {
   using Forward = ForwardShape<256, 64, 64, 4, 1>;
-  using Backward = BackwardShape<256, 64, 64, 8, 4, 2, 1>;
+  using Backward = BackwardShape<256, 64, 64, 8, 2, 2, 1>;
+  using SmallBackward = BackwardShape<256, 32, 32, 4, 2, 2, 1>;
 };
 
 }  // namespace heddle::cuda::sm80
