@@ -9,6 +9,8 @@ namespace heddle::cuda::sm90 {
 namespace {
 
 constexpr int kCapability = 90;  // wgmma exists on 9.0 only
+// A tile of 256 columns leaves no shared memory for the next tile's queries and for the output.
+constexpr int kMaxHeadSize = 128;
 
 // The driver's encoder, fetched through the runtime so that nothing links against libcuda.
 PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
@@ -32,8 +34,8 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
   if (pass == AttentionPass::backward) return {false, "it has no backward"};
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
-  if (problem.D != 64 && problem.D != 128) return {false, concat_text("it takes head sizes 64 and 128, not ", problem.D)};
-  if (problem.is_varlen) return {false, "it takes sequences of one length, not cu_seqlens"};
+  if (problem.D > kMaxHeadSize || problem.D % 8 != 0)
+    return {false, concat_text("it takes head sizes that are multiples of 8 up to ", kMaxHeadSize, ", not ", problem.D)};
   if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
   return {true, ""};
 }
@@ -41,8 +43,9 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
 std::int64_t workspace_bytes(const AttentionProblem&, AttentionPass) { return 0; }
 
 void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
-  if (args.q.numel() == 0) return;
-  args.q.shape[3] == 64 ? forward_d64(args, ctx) : forward_d128(args, ctx);
+  const bool has_no_sequence = args.cu_seqlens_q.defined() && args.cu_seqlens_q.shape[0] == 1;
+  if (args.q.numel() == 0 || has_no_sequence) return;
+  args.q.shape[3] <= 64 ? forward_d64(args, ctx) : forward_d128(args, ctx);
 }
 
 void backward(const AttentionBackwardArgs&, void*, const ExecContext&) {

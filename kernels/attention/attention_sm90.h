@@ -4,7 +4,8 @@
 
 #include "kernels/attention/attention.h"
 
-// The Hopper variant: wgmma products fed by TMA. Head sizes 64 and 128, bfloat16 and float16, forward only.
+// The Hopper variant: wgmma products fed by TMA. Head sizes that are multiples of 8 up to 128, bfloat16 and float16, forward
+// only.
 
 namespace heddle::cuda::sm90 {
 
@@ -13,7 +14,7 @@ std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass
 void forward(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
 void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
 
-// One per head size, in a file each: they take most of the compile time.
+// One per tile of columns, up to 64 and up to 128, in a file each: they take most of the compile time.
 void forward_d64(const AttentionForwardArgs& args, const ExecContext& ctx);
 void forward_d128(const AttentionForwardArgs& args, const ExecContext& ctx);
 

@@ -55,6 +55,18 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Waits for all, and returns whether `fact` holds on one of them.
+__device__ __forceinline__ bool named_any(int id, int threads, bool fact) {
+  std::uint32_t any;
+  asm volatile(
+      "{ .reg .pred mine, any; setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine; selp.u32 %0, 1, 0, any; }"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<std::uint32_t>(fact))
+      : "memory");
+  return any != 0;
+}
+
 // Registers a thread of the calling warpgroup may use from here on.
 template <int kCount>
 __device__ __forceinline__ void raise_registers() {

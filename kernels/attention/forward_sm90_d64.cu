@@ -6,7 +6,8 @@ namespace heddle::cuda::sm90 {
 // there are few (244 against 301 at 1k, causal, 512 heads). H200, CUDA 13.0.
 void forward_d64(const AttentionForwardArgs& args, const ExecContext& ctx) {
   constexpr std::int64_t kLongRows = 2048;
-  if (args.q.shape[1] > kLongRows) forward<ForwardTile<64, 3, 128>>(args, ctx);
+  const std::int64_t rows = args.cu_seqlens_q.defined() ? args.max_seqlen_q : args.q.shape[1];
+  if (rows > kLongRows) forward<ForwardTile<64, 3, 128>>(args, ctx);
   else forward<ForwardTile<64, 2, 128>>(args, ctx);
 }
 
