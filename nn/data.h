@@ -40,7 +40,8 @@ class Dataset {
 
   // Whether the labels of an example are one answer, right or wrong as a whole: see count_exact_matches.
   virtual bool has_exact_match() const = 0;
-  // One line for the log: what was read, and the size of both splits.
+  // One line that says what was read and the size of both splits. Data with other examples has another line: by it a resumed
+  // run knows its data again.
   virtual std::string describe() const = 0;
 
  protected:

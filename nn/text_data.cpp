@@ -47,6 +47,15 @@ void expand(const fs::path& folder, const std::vector<std::string>& components, 
   }
 }
 
+// 64 bits of FNV-1a (Fowler, Noll and Vo) over the tokens, in hexadecimal.
+std::string hash_of(const std::vector<std::int32_t>& tokens) {
+  std::uint64_t hash = 0xCBF29CE484222325u;
+  for (const std::int32_t token : tokens) hash = (hash ^ static_cast<std::uint32_t>(token)) * 0x100000001B3u;
+  std::string out(16, '0');
+  for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];
+  return out;
+}
+
 }  // namespace
 
 std::vector<fs::path> find_files(const std::vector<std::string>& patterns, const fs::path& root) {
@@ -104,7 +113,7 @@ TextData::TextData(TextCorpus corpus, std::int64_t sequence_length, double valid
 }
 
 std::string TextData::describe() const {
-  return concat_text("text: ", corpus_.origin, ", ", corpus_.tokens.size(), " tokens, ", eval_size(), " held-out windows of ",
+  return concat_text("text: ", corpus_.origin, ", ", corpus_.tokens.size(), " tokens with hash ", hash_of(corpus_.tokens), ", ", eval_size(), " held-out windows of ",
                      row_length() + 1, " tokens, ", train_size(), " places to start a training window");
 }
 

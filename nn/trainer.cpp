@@ -71,11 +71,11 @@ void Trainer::resume_or_start() {
   std::ostream& out = options_.progress.out;
   std::int64_t kept_step = -1;  // how far the files in the output folder belong to this run
   if (const auto from = checkpoint_to_resume()) {
-    const std::string data = state_.data;
+    HEDDLE_CHECK(from->state.data == state_.data, "resume: ", printable_path(from->folder), " was trained on other data. Then: ",
+                 from->state.data, ". Now: ", state_.data,
+                 ". A run continues only on the data it began with; restore it, or start a run in another train.output_dir");
     state_ = load_checkpoint(from->folder, model_, optimizer_);
     out << "resuming from " << printable_path(from->folder) << ", step " << state_.step << std::endl;
-    if (state_.data != data) out << "warning: the data changed; before: " << state_.data << "; now: " << data << std::endl;
-    state_.data = data;
     if (fs::canonical(from->folder).parent_path() == fs::canonical(folder_.path())) {
       kept_step = state_.step;
       last_checkpoint_ = from->folder;
@@ -89,6 +89,9 @@ void Trainer::resume_or_start() {
   if (const auto aside = set_aside(folder_.path(), kept_step))
     out << "moved the earlier " << (kept_step < 0 ? "run" : "checkpoints after that step") << " in "
         << printable_path(folder_.path()) << " to " << printable_path(*aside) << std::endl;
+  if (config_.warmup_steps > config_.max_steps)
+    out << "note: warmup_steps " << config_.warmup_steps << " exceeds max_steps " << config_.max_steps
+        << "; the learning rate never reaches " << config_.learning_rate << std::endl;
   metrics_.emplace(file("metrics.jsonl"), kept_step);
   write_file(file("config.yaml"), options_.config_yaml);
 }

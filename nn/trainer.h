@@ -63,7 +63,8 @@ class Trainer {
  public:
   // Takes the output folder and restores resume_from_checkpoint: "auto" is the last checkpoint in output_dir, a run from
   // scratch if there is none; a path is a checkpoint or the output folder of a run. The references must outlive the
-  // trainer. Throws heddle::Error if the folder cannot be written or is in use, or the checkpoint does not fit.
+  // trainer. Throws heddle::Error if the folder cannot be written or is in use, or the checkpoint does not fit or comes
+  // from other data.
   Trainer(CausalLM& model, const Dataset& data, const TrainConfig& config, TrainerOptions options);
 
   // Trains up to max_steps or an interrupt. Throws heddle::Error after max_nonfinite_steps updates in a row that were

@@ -218,7 +218,17 @@ TEST_F(TextFiles, ConfigMakesTextData) {
   const auto data = make_dataset(config, /*seed=*/1, root_);
 
   // 20 windows of 20 tokens, two held out: number 5 and number 15. Between and around them are 100, 180 and 80 tokens.
-  EXPECT_EQ(data->describe(), "text: 1 file, 400 tokens, 2 held-out windows of 20 tokens, 303 places to start a training window");
+  EXPECT_EQ(data->describe(), "text: 1 file, 400 tokens with hash 20b18882ef7248f5, 2 held-out windows of 20 tokens, 303 places to start a "
+                              "training window");
+}
+
+TEST_F(TextFiles, DescriptionsOfTextsOfOneLengthDiffer) {
+  const DataConfig config{.source = DataSource::text, .files = {"a.md"}, .sequence_length = 19, .validation_fraction = 0.1};
+  write("a.md", std::string(200, 'a') + std::string(200, 'b'));
+  const std::string before = make_dataset(config, 1, root_)->describe();
+  write("a.md", std::string(200, 'b') + std::string(200, 'a'));
+
+  EXPECT_NE(make_dataset(config, 1, root_)->describe(), before);
 }
 
 TEST(Dataset, EpochsVisitEveryExampleInThreeDifferentOrders) {

@@ -12,6 +12,7 @@
 #include "nn/arithmetic_data.h"
 #include "nn/evaluate.h"
 #include "nn/posix_file.h"
+#include "tests/support/error_of.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
 
@@ -20,6 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
+using test::error_of;
 using test::TempFolder;
 using test::tiny_config;
 using test::TinyData;
@@ -198,6 +200,31 @@ TEST(Trainer, NamesTheAttentionKernelsOnce) {
     ASSERT_NE(at, std::string::npos) << out;
     EXPECT_EQ(out.find(line, at + 1), std::string::npos) << out;
   }
+}
+
+TEST(Trainer, ResumingOnOtherDataIsRefused) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 1);
+  TestRun first(config);
+  first.go();
+  config.resume_from_checkpoint = "auto";
+  TestRun second(config);
+  second.data = TinyData(/*train_size=*/5, /*eval_size=*/1);
+
+  EXPECT_EQ(error_of([&] { second.go(); }),
+            "resume: " + (folder / "run/checkpoint-1").string() + " was trained on other data. Then: " + first.data.describe() +
+                ". Now: " + second.data.describe() +
+                ". A run continues only on the data it began with; restore it, or start a run in another train.output_dir");
+}
+
+TEST(Trainer, WarmupLongerThanTheRunIsNoted) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 1);
+  config.warmup_steps = 2;
+  TestRun run(config);
+  run.go();
+
+  EXPECT_NE(run.out.str().find("note: warmup_steps 2 exceeds max_steps 1; the learning rate never reaches 0.01\n"), std::string::npos);
 }
 
 // Output folder

@@ -38,7 +38,7 @@ class TinyData final : public nn::Dataset {
   }
 
   bool has_exact_match() const override { return false; }
-  std::string describe() const override { return "tiny data"; }
+  std::string describe() const override { return concat_text("tiny data of ", train_size(), " examples"); }
 
  private:
   void write_example(nn::Split split, std::int64_t index, std::span<std::int64_t> ids,
