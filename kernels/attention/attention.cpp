@@ -139,17 +139,22 @@ AttentionProblem checked_problem(const Args& args, const ExecContext& ctx, std::
 std::span<const AttentionVariant> attention_variants() { return kVariants; }
 
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted) {
+  return select_attention(kVariants, problem, pass, wanted);
+}
+
+const AttentionVariant& select_attention(std::span<const AttentionVariant> variants, const AttentionProblem& problem, AttentionPass pass,
+                                         std::string_view wanted) {
   std::string reasons;
-  for (const AttentionVariant& variant : kVariants) {
+  for (const AttentionVariant& variant : variants) {
     if (wanted != "auto" && wanted != variant.name) continue;
     const AttentionSupport support = variant.supports(problem, pass);
-    if (support.ok) return variant;
+    if (support.ok && !(wanted == "auto" && support.only_by_name)) return variant;
     HEDDLE_CHECK(wanted == "auto", "attention: kernel '", wanted, "' cannot run this ", pass_name(pass), ": ", support.reason);
     reasons += concat_text(reasons.empty() ? "" : "; ", variant.name, ": ", support.reason);
   }
   if (wanted != "auto") {
     std::string names = "auto";
-    for (const AttentionVariant& variant : kVariants) names += concat_text(", ", variant.name);
+    for (const AttentionVariant& variant : variants) names += concat_text(", ", variant.name);
     throw ConfigError(concat_text("attention: there is no kernel '", wanted, "'; choose one of ", names));
   }
   throw Error(concat_text("attention: no kernel can run this ", pass_name(pass), ": ", reasons));
@@ -192,7 +197,9 @@ void attention_forward(const AttentionForwardArgs& args, std::string_view wanted
 void attention_backward(const AttentionBackwardArgs& args, std::string_view wanted, const ExecContext& ctx) {
   constexpr auto kPass = AttentionPass::backward;
   const std::string_view op = op_name(kPass);
-  const AttentionProblem problem = checked_problem(args, ctx, op);
+  AttentionProblem problem = checked_problem(args, ctx, op);
+  for (const ConstView& view : {args.q, args.k, args.v, ConstView(args.dk), ConstView(args.dv)})
+    problem.has_16_byte_rows = problem.has_16_byte_rows && has_16_byte_rows(view);
   const std::pair<std::string_view, ConstView> like_q[] = {{"out", args.out}, {"dout", args.dout}, {"dq", args.dq}};
   const std::pair<std::string_view, ConstView> like_k[] = {{"dk", args.dk}, {"dv", args.dv}};
   for (const auto& [name, view] : like_q) {

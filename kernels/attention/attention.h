@@ -90,7 +90,9 @@ struct AttentionProblem {
   double scale = 1.0;
   bool deterministic = false;  // asks for the same bits in every run
   Device device = kCpu;
-  bool has_16_byte_rows = true;  // addresses and strides of q, k, v and out are multiples of 16 bytes
+  // Addresses and strides of what the pass reads and writes with 16-byte accesses are multiples of 16 bytes: q, k, v, and out
+  // in the forward or dk and dv in the backward.
+  bool has_16_byte_rows = true;
   bool is_varlen = false;        // Note: Sequences of different lengths
   std::int64_t Tq = 0;           // with is_varlen: rows of q
   std::int64_t Tk = 0;           // with is_varlen: rows of k
@@ -106,6 +108,7 @@ enum class AttentionPass { forward, backward };
 struct AttentionSupport {
   bool ok = false;
   std::string reason;  // why not, and what to do
+  bool only_by_name = false;  // it can, but "auto" passes it over, for `reason`
 };
 
 // One implementation. A CUDA variant leaves rows past the last sequence alone: its caller clears them. Saved state is common to all: any variant's backward takes any variant's forward.
@@ -124,6 +127,9 @@ std::span<const AttentionVariant> attention_variants();
 // Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason), and when no
 // variant can (with the reason of each).
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
+// The same among `variants`.
+const AttentionVariant& select_attention(std::span<const AttentionVariant> variants, const AttentionProblem& problem, AttentionPass pass,
+                                         std::string_view wanted);
 
 // Which variant ran a kind of problem. Lengths are not part of it: they change with every batch.
 struct AttentionChoice {

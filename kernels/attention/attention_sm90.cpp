@@ -2,6 +2,7 @@
 
 #include <cudaTypedefs.h>
 
+#include "kernels/runtime/allocator.h"
 #include "kernels/runtime/cuda_check.h"
 #include "kernels/runtime/device_cuda.h"
 
@@ -24,6 +25,19 @@ PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
   return encoder;
 }
 
+// Bytes behind BackwardPlan's pointers.
+std::int64_t plan_bytes(const PaddedRows& rows, std::int64_t Hq, std::int64_t D) {
+  return Hq * rows.total_rows * (D + 2) * static_cast<std::int64_t>(sizeof(float));
+}
+
+// Whether tensor_map takes the view as it is: not if a gradient was expanded, transposed or cut out at an odd place.
+bool has_tma_strides(const ConstView& view) {
+  bool fits = view.strides[3] == 1 && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0;
+  for (int d = 0; d < 3; ++d)
+    fits = fits && (view.shape[d] == 1 || (view.strides[d] > 0 && view.strides[d] * 2 % 16 == 0));
+  return fits;
+}
+
 }  // namespace
 
 AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
@@ -31,16 +45,25 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
   const int capability = device_info(problem.device.index).capability;
   if (capability != kCapability)
     return {false, concat_text("it needs compute capability 9.0, the device has ", capability / 10, ".", capability % 10)};
-  if (pass == AttentionPass::backward) return {false, "it has no backward"};
+  if (pass == AttentionPass::backward && problem.deterministic)
+    return {false, "its dq sums are added in any order; it has no deterministic backward"};
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
   if (problem.D > kMaxHeadSize || problem.D % 8 != 0)
     return {false, concat_text("it takes head sizes that are multiples of 8 up to ", kMaxHeadSize, ", not ", problem.D)};
+  if (pass == AttentionPass::backward && problem.D != 64 && problem.D != 128)
+    return {false, concat_text("its backward takes head sizes 64 and 128, not ", problem.D)};
+  if (pass == AttentionPass::backward && problem.is_varlen) return {false, "its backward takes sequences of one length, not cu_seqlens"};
   if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
+  if (pass == AttentionPass::backward)
+    return {true, "its backward has not passed every test on a GPU; attention.kernel: sm90 runs it", /*only_by_name=*/true};
   return {true, ""};
 }
 
-std::int64_t workspace_bytes(const AttentionProblem&, AttentionPass) { return 0; }
+std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass) {
+  if (pass == AttentionPass::forward) return 0;
+  return plan_bytes(PaddedRows::dense(problem.B, problem.Sq, backward_rows(problem.D)), problem.Hq, problem.D);
+}
 
 void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
   const bool has_no_sequence = args.cu_seqlens_q.defined() && args.cu_seqlens_q.shape[0] == 1;
@@ -48,8 +71,23 @@ void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
   args.q.shape[3] <= 64 ? forward_d64(args, ctx) : forward_d128(args, ctx);
 }
 
-void backward(const AttentionBackwardArgs&, void*, const ExecContext&) {
-  throw Error("attention backward: the sm90 variant has none");
+void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx) {
+  const std::int64_t B = args.q.shape[0], Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
+  const PaddedRows rows = PaddedRows::dense(B, Sq, backward_rows(D));
+  auto* const dq_sum = static_cast<float*>(workspace);
+  const std::int64_t padded = Hq * rows.total_rows;
+  BackwardPlan plan{rows, dq_sum, dq_sum + padded * D, dq_sum + padded * (D + 1), args.dout};
+  Buffer dout_copy;
+  if (!has_tma_strides(args.dout)) {
+    dout_copy = Buffer(args.dout.numel() * 2, args.dout.device);
+    plan.dout.data = dout_copy.data();
+    plan.dout.strides = contiguous_strides(args.dout.shape);
+  }
+  backward_prepare({.out = args.out, .dout = args.dout, .lse = args.lse, .dlse = args.dlse, .rows = rows, .lse_log2 = plan.lse_log2,
+                    .delta = plan.delta, .dq_sum = dq_sum, .columns = static_cast<int>(D), .dout_copy = dout_copy.data()}, ctx);
+  if (args.k.numel() > 0) D == 64 ? backward_d64(args, plan, ctx) : backward_d128(args, plan, ctx);
+  backward_finish({.dq_sum = dq_sum, .order = DqOrder::warpgroup_blocks, .rows = rows, .columns = static_cast<int>(D),
+                   .scale = args.scale, .dq = args.dq}, ctx);
 }
 
 CUtensorMap tensor_map(const ConstView& view, int rows) {

@@ -3,9 +3,10 @@
 #include <cuda.h>
 
 #include "kernels/attention/attention.h"
+#include "kernels/attention/backward_prepare.h"
 
-// The Hopper variant: wgmma products fed by TMA. Head sizes that are multiples of 8 up to 128, bfloat16 and float16, forward
-// only.
+// The Hopper variant: wgmma products fed by TMA, bfloat16 and float16. Forward: head sizes that are multiples of 8 up to 128.
+// Backward: head sizes 64 and 128.
 
 namespace heddle::cuda::sm90 {
 
@@ -14,9 +15,23 @@ std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass
 void forward(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
 void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
 
-// One per tile of columns, up to 64 and up to 128, in a file each: they take most of the compile time.
+// Query rows that the backward kernel takes at a time.
+constexpr int backward_rows(std::int64_t D) { return D == 64 ? 128 : 64; }
+
+// What the main backward kernel reads and adds to beside its arguments; see backward_prepare.h.
+struct BackwardPlan {
+  PaddedRows rows;
+  float* dq_sum;    // [Hq, total_rows, D], DqOrder::warpgroup_blocks
+  float* lse_log2;  // [Hq, total_rows]
+  float* delta;     // [Hq, total_rows]
+  ConstView dout;   // as TMA can read it
+};
+
+// One per tile of columns, in a file each: they take most of the compile time.
 void forward_d64(const AttentionForwardArgs& args, const ExecContext& ctx);
 void forward_d128(const AttentionForwardArgs& args, const ExecContext& ctx);
+void backward_d64(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx);
+void backward_d128(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx);
 
 // The TMA description of a [B, S, H, D] view for boxes of `rows` rows by 64 columns, 128-byte swizzled.
 CUtensorMap tensor_map(const ConstView& view, int rows);

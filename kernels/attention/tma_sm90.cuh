@@ -24,6 +24,24 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barri
       : "memory");
 }
 
+// Copies nbytes (a multiple of 16, both addresses aligned to it) from global to shared memory.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t nbytes, Barrier* full) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+               "l"(from), "r"(nbytes), "r"(shared_address(full))
+               : "memory");
+}
+
+// Adds nbytes of floats in shared memory to global memory, atomically an element. The calling thread's adds since its last
+// commit are a group; wait_read waits until the shared memory of all groups has been read, wait until they are in memory.
+__device__ __forceinline__ void bulk_add(float* to, const void* from, std::uint32_t nbytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(nbytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -26,6 +26,9 @@ __device__ __forceinline__ std::uint64_t matrix_descriptor(const void* tile, std
          ((shared_address(tile) & 0x3FFFFu) >> 4);
 }
 
+// The descriptor of what lies `nbytes` further; tiles are whole in the 18 bits that hold an address.
+__device__ __forceinline__ std::uint64_t advance(std::uint64_t descriptor, std::uint32_t nbytes) { return descriptor + (nbytes >> 4); }
+
 // Before the first product of a batch, and after ordinary code wrote its accumulators or register operands.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -35,7 +38,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// wgmma<T, N>::shared: A and B from shared memory, both K-major. wgmma<T, N>::registers: A from registers, B MN-major.
+// How an operand lies in shared memory; see the note above.
+enum class Major { k = 0, mn = 1 };
+
+// Wgmma<T, N>::shared<a, b>: A and B from shared memory. Wgmma<T, N>::registers: A from registers, B MN-major.
 // `accumulate` false overwrites d.
 template <typename T, int kColumns>
 struct Wgmma;
@@ -56,12 +62,13 @@ struct Wgmma;
 #define HEDDLE_WGMMA(type, ptx_type, columns, regs, o0, o1, o2, o3, o4, o5)                                                 \
   template <>                                                                                                               \
   struct Wgmma<type, columns> {                                                                                             \
+    template <Major kA = Major::k, Major kB = Major::k>                                                                     \
     __device__ __forceinline__ static void shared(float (&d)[regs], std::uint64_t a, std::uint64_t b, bool accumulate) {    \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " o2 ", 0;\n"                                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ptx_type " {" HEDDLE_REGS_##regs "}, "           \
-                   o0 ", " o1 ", p, 1, 1, 0, 0; }\n"                                                                        \
+                   o0 ", " o1 ", p, 1, 1, " o3 ", " o4 "; }\n"                                                              \
                    : HEDDLE_ACC_##regs(d)                                                                                   \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                    \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB))); \
     }                                                                                                                       \
     __device__ __forceinline__ static void registers(float (&d)[regs], const std::uint32_t* a, std::uint64_t b,             \
                                                      bool accumulate) {                                                     \

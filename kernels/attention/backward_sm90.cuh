@@ -1,0 +1,499 @@
+#pragma once
+
+#include <climits>
+
+#include "kernels/attention/backward_prepare.h"
+#include "kernels/attention/forward_sm90.cuh"
+
+// FlashAttention backward on sm_90. A block owns a tile of keys and loops over the query tiles that see it, for every query
+// head of the group: a warp copies tiles with TMA, two warpgroups own 64 keys each and keep dk and dv in registers, and two
+// warps add dq to global memory.
+// Shah et al. 2024, "FlashAttention-3", algorithm 3.
+
+namespace heddle::cuda::sm90 {
+
+struct BackwardParams {
+  CUtensorMap q, k, v, dout;  // [B, S, H, D] as (D, S, H, B)
+  PaddedRows rows;            // of queries
+  const float* lse_log2;      // [Hq, rows.total_rows]
+  const float* delta;         // [Hq, rows.total_rows]
+  float* dq_sum;              // [Hq, rows.total_rows, D], DqOrder::warpgroup_blocks
+  void* dk;
+  void* dv;
+  std::int64_t dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head;  // strides in elements
+  int Sq, Sk;
+  int batches, key_heads, group;  // query heads per key head
+  int key_tiles;                  // tiles of keys a head
+  int section_heads;              // (batch, key head) pairs whose queries share the L2 cache; see next_tile
+  float scale;
+  float scale_log2;  // scale * log2(e)
+  unsigned* schedule;  // two counters, zero between launches: tiles handed out after the first round, and blocks done
+};
+
+template <int kHeadSize_, int kRows_>
+struct BackwardTile {
+  static constexpr int kHeadSize = kHeadSize_;
+  static constexpr int kRows = kRows_;     // queries
+  static constexpr int kConsumers = 2;     // warpgroups of 64 keys
+  static constexpr int kColumns = 128;     // keys
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kQueryStages = 3;
+  static constexpr int kGradStages = 2;  // of dout
+  static constexpr int kScoreStages = 2;  // of ds: a warpgroup may be one query tile ahead of the other
+  static constexpr int kTileStages = 2;
+  static constexpr int kPanels = kHeadSize / kPanelColumns;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
+  static constexpr int kKeyBytes = kColumns * kHeadSize * 2;
+  static constexpr int kScoreBytes = kRows * kColumns * 2;
+  static constexpr int kRowBytes = kRows * 4;
+  // dq of a tile as blocks of 64 rows by 64 columns, one a warpgroup.
+  static constexpr int kBlockBytes = 64 * 64 * 4;
+  static_assert(kRows / 64 * kPanels == kConsumers);
+};
+
+template <typename Tile>
+struct BackwardMemory {
+  alignas(1024) std::uint8_t key[Tile::kKeyBytes];
+  alignas(1024) std::uint8_t value[Tile::kKeyBytes];
+  alignas(1024) std::uint8_t query[Tile::kQueryStages][Tile::kQueryBytes];
+  alignas(1024) std::uint8_t grad[Tile::kGradStages][Tile::kQueryBytes];  // dout
+  alignas(1024) std::uint8_t dscores[Tile::kScoreStages][Tile::kScoreBytes];  // ds^T, panels of [kColumns, 64 queries]
+  alignas(1024) std::uint8_t dq[Tile::kConsumers][Tile::kBlockBytes];
+  alignas(16) float lse[Tile::kQueryStages][Tile::kRows];
+  alignas(16) float delta[Tile::kGradStages][Tile::kRows];
+  int tile[Tile::kTileStages];  // index of the tile to work on; -1 ends the block
+  Barrier tile_full[Tile::kTileStages], tile_empty[Tile::kTileStages];
+  Barrier query_full[Tile::kQueryStages], query_empty[Tile::kQueryStages];
+  Barrier grad_full[Tile::kGradStages], grad_empty[Tile::kGradStages];
+  Barrier key_full, key_empty, value_full, value_empty;
+};
+
+// Named barriers; those with a warpgroup's number added come in pairs.
+constexpr int kDscoresStored = 1, kDqFull = 2, kDqEmpty = 4, kStaging = 6;
+
+// What a block does with one tile of keys.
+struct BackwardWork {
+  int key_tile, key_head, batch;
+  int first, end;  // query tiles that see a key of it
+
+  __device__ __forceinline__ int row_tiles() const { return end - first; }
+};
+
+// Causal tiles go longest first: the first keys are seen by most queries. See Note: Tile order.
+template <typename Tile, bool kCausal>
+__device__ __forceinline__ BackwardWork backward_work(const BackwardParams& p, int index) {
+  const int section_tiles = p.section_heads * p.key_tiles;
+  const int section = index / section_tiles, within = index % section_tiles;
+  const int heads_here = min(p.section_heads, p.key_heads * p.batches - section * p.section_heads);
+  const int pair = section * p.section_heads + within % heads_here;
+  BackwardWork work{within / heads_here, pair % p.key_heads, pair / p.key_heads, 0, (p.Sq + Tile::kRows - 1) / Tile::kRows};
+  if (kCausal) work.first = min(work.end, max(0, work.key_tile * Tile::kColumns + p.Sq - p.Sk) / Tile::kRows);
+  return work;
+}
+
+template <typename Tile>
+__device__ __forceinline__ void load_gradient_inputs(const BackwardParams& p, BackwardMemory<Tile>& memory, const BackwardWork& work,
+                                                     RingPosition<Tile::kQueryStages>& query_ring,
+                                                     RingPosition<Tile::kGradStages>& grad_ring, std::uint32_t& tile_phase) {
+  bool is_first = true;
+  for (int head = work.key_head * p.group; head < (work.key_head + 1) * p.group; ++head) {
+    std::int64_t row = head * p.rows.total_rows + work.batch * p.rows.longest_padded() + work.first * Tile::kRows;
+    for (int m = work.first; m < work.end; ++m, row += Tile::kRows) {
+      const int query_stage = query_ring.stage, grad_stage = grad_ring.stage;
+      memory.query_empty[query_stage].wait(query_ring.phase ^ 1);
+      Barrier* full = &memory.query_full[query_stage];
+      full->arrive_expect(Tile::kQueryBytes + Tile::kRowBytes);
+      load_tile<Tile>(memory.query[query_stage], &p.q, full, Tile::kRows, m * Tile::kRows, head, work.batch);
+      bulk_load(memory.lse[query_stage], p.lse_log2 + row, Tile::kRowBytes, full);
+      query_ring.advance();
+      if (is_first) {  // after the queries, which need not wait for the end of the tile before
+        const int key = work.key_tile * Tile::kColumns;
+        memory.value_empty.wait(tile_phase ^ 1);
+        memory.value_full.arrive_expect(Tile::kKeyBytes);
+        load_tile<Tile>(memory.value, &p.v, &memory.value_full, Tile::kColumns, key, work.key_head, work.batch);
+        memory.key_empty.wait(tile_phase ^ 1);
+        memory.key_full.arrive_expect(Tile::kKeyBytes);
+        load_tile<Tile>(memory.key, &p.k, &memory.key_full, Tile::kColumns, key, work.key_head, work.batch);
+        tile_phase ^= 1;
+        is_first = false;
+      }
+      memory.grad_empty[grad_stage].wait(grad_ring.phase ^ 1);
+      full = &memory.grad_full[grad_stage];
+      full->arrive_expect(Tile::kQueryBytes + Tile::kRowBytes);
+      load_tile<Tile>(memory.grad[grad_stage], &p.dout, full, Tile::kRows, m * Tile::kRows, head, work.batch);
+      bulk_load(memory.delta[grad_stage], p.delta + row, Tile::kRowBytes, full);
+      grad_ring.advance();
+    }
+  }
+}
+
+// Runs on one thread: hands tiles to the other warps and keeps the consumers' buffers full.
+template <typename Tile, bool kCausal>
+__device__ __forceinline__ void produce_backward(const BackwardParams& p, BackwardMemory<Tile>& memory) {
+  RingPosition<Tile::kTileStages> tile_ring;
+  RingPosition<Tile::kQueryStages> query_ring;
+  RingPosition<Tile::kGradStages> grad_ring;
+  std::uint32_t tile_phase = 0;
+  const unsigned total = static_cast<unsigned>(p.key_tiles * p.key_heads * p.batches);
+  const bool has_more_rounds = total > gridDim.x;
+  unsigned index = blockIdx.x;
+  while (true) {
+    memory.tile_empty[tile_ring.stage].wait(tile_ring.phase ^ 1);
+    memory.tile[tile_ring.stage] = index < total ? static_cast<int>(index) : -1;
+    memory.tile_full[tile_ring.stage].arrive();
+    tile_ring.advance();
+    if (index >= total) break;
+    unsigned taken = 0;
+    if (has_more_rounds) taken = fetch_add(&p.schedule[0]);
+    const BackwardWork work = backward_work<Tile, kCausal>(p, static_cast<int>(index));
+    if (work.row_tiles() > 0) load_gradient_inputs<Tile>(p, memory, work, query_ring, grad_ring, tile_phase);
+    index = has_more_rounds ? gridDim.x + taken : total;
+  }
+  if (has_more_rounds && fetch_add(&p.schedule[1]) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
+}
+
+// Runs on one warp for each consumer: adds the 64 x 64 blocks of dq that it leaves in shared memory.
+template <typename Tile, bool kCausal>
+__device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory<Tile>& memory, int group) {
+  const bool is_leader = threadIdx.x % 32 == 0;
+  RingPosition<Tile::kTileStages> tile_ring;
+  while (true) {
+    memory.tile_full[tile_ring.stage].wait(tile_ring.phase);
+    const int index = memory.tile[tile_ring.stage];
+    __syncwarp();
+    if (is_leader) memory.tile_empty[tile_ring.stage].arrive();
+    tile_ring.advance();
+    if (index < 0) break;
+    const BackwardWork work = backward_work<Tile, kCausal>(p, index);
+    for (int head = work.key_head * p.group; head < (work.key_head + 1) * p.group; ++head) {
+      const std::int64_t row = head * p.rows.total_rows + work.batch * p.rows.longest_padded() + work.first * Tile::kRows;
+      float* to = p.dq_sum + row * Tile::kHeadSize + group * 64 * 64;
+      for (int m = work.first; m < work.end; ++m, to += Tile::kRows * Tile::kHeadSize) {
+        named_sync(kDqFull + group, 160);
+        if (is_leader) {
+          bulk_add(to, memory.dq[group], Tile::kBlockBytes);
+          bulk_commit();
+          bulk_wait_read();
+        }
+        __syncwarp();
+        named_arrive(kDqEmpty + group, 160);
+      }
+    }
+  }
+  if (is_leader) bulk_wait();
+}
+
+// Volatile, so that the loads stay where they are used: all of them ahead of the loop take 32 registers.
+__device__ __forceinline__ float2 load_pair(const float* from) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared_address(from)));
+  return pair;
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(void* to, const std::uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// One warpgroup's 64 keys. Scores and their gradients are kept transposed, keys by queries, so that they are the register
+// operands of dv and dk. Thread layout of an accumulator: see Consumer.
+template <typename T, typename Tile, bool kCausal>
+struct BackwardConsumer {
+  static constexpr int kScores = Tile::kRows / 2;  // accumulators a thread
+  static constexpr int kGrads = Tile::kHeadSize / 2;
+
+  const BackwardParams& p;
+  BackwardMemory<Tile>& memory;
+  int group;   // this warpgroup among the consumers
+  int thread;  // within the warpgroup
+
+  float dk[kGrads], dv[kGrads];
+  std::uint32_t dscores[kScores / 2];  // of the query tile before, packed
+  RingPosition<Tile::kQueryStages> query_ring;
+  std::uint32_t rows_done = 0, tiles_done = 0;  // query tiles and key tiles of this block: they tell stages and phases
+
+  __device__ __forceinline__ int row_in_group(int half) const { return thread / 32 * 16 + thread % 32 / 4 + 8 * half; }
+
+  // product^T = keys rows^T over the head size: keys by queries; issued, not waited for.
+  __device__ __forceinline__ void issue_transposed(float (&product)[kScores], const std::uint8_t* keys, const std::uint8_t* rows) {
+    const auto a0 = matrix_descriptor(keys + group * 64 * 128, 16), b0 = matrix_descriptor(rows, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadSize / 16; ++step) {
+      const int panel = step / 4, offset = step % 4 * 32;
+      const auto a = advance(a0, panel * Tile::kColumns * 128 + offset);
+      const auto b = advance(b0, panel * Tile::kRows * 128 + offset);
+      Wgmma<T, Tile::kRows>::shared(product, a, b, step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // grads += weights^T rows, summed over the queries; issued, not waited for.
+  __device__ __forceinline__ void issue_gradient(float (&grads)[kGrads], const std::uint32_t (&weights)[kScores / 2],
+                                                 const std::uint8_t* rows) {
+    const auto b0 = matrix_descriptor(rows, Tile::kRows * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kRows / 16; ++step) {
+      const auto b = advance(b0, step * 2048);
+      Wgmma<T, Tile::kHeadSize>::registers(grads, weights + 4 * step, b, true);
+    }
+    wgmma_commit();
+  }
+
+  // This warpgroup's 64 x 64 block of dq = ds k, summed over the block's keys; issued, not waited for.
+  __device__ __forceinline__ void issue_dq(float (&dq)[32]) {
+    constexpr int kColumnBlocks = Tile::kPanels;
+    const std::uint8_t* ds = memory.dscores[(rows_done + 1) % 2] + group / kColumnBlocks * Tile::kColumns * 128;
+    const std::uint8_t* keys = memory.key + group % kColumnBlocks * Tile::kColumns * 128;
+    const auto a0 = matrix_descriptor(ds, 16), b0 = matrix_descriptor(keys, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kColumns / 16; ++step)
+      Wgmma<T, 64>::template shared<Major::mn, Major::mn>(dq, advance(a0, step * 2048), advance(b0, step * 2048), step > 0);
+    wgmma_commit();
+  }
+
+  // Scores of hidden pairs become -inf: keys past the end, and queries before the first that sees the key.
+  __device__ __forceinline__ void mask_scores(float (&scores)[kScores], int key_tile, int row_tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = key_tile * Tile::kColumns + group * 64 + row_in_group(half);
+      const int first_query = key >= p.Sk ? INT_MAX / 2 : kCausal ? key + p.Sq - p.Sk : 0;
+      const int first = first_query - row_tile * Tile::kRows - 2 * (thread % 4);
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i)
+        if (i / 2 * 8 + i % 2 < first) scores[i / 2 * 4 + half * 2 + i % 2] = -INFINITY;
+    }
+  }
+
+  __device__ __forceinline__ bool needs_mask(int key_tile, int row_tile) const {
+    const int last_key = key_tile * Tile::kColumns + Tile::kColumns - 1;
+    return last_key >= p.Sk || (kCausal && row_tile * Tile::kRows < last_key + p.Sq - p.Sk);
+  }
+
+  // Scores to probabilities, packed.
+  __device__ __forceinline__ void exponentiate(const float (&scores)[kScores], const float* lse, std::uint32_t (&probabilities)[kScores / 2]) {
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 shift = load_pair(lse + 8 * j + 2 * (thread % 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* score = scores + 4 * j + 2 * half;
+        probabilities[2 * j + half] =
+            pack(exp2_approx(score[0] * p.scale_log2 - shift.x), exp2_approx(score[1] * p.scale_log2 - shift.y), T());
+      }
+    }
+  }
+
+  // ds = probabilities * (dp - delta), packed.
+  __device__ __forceinline__ void differentiate(const std::uint32_t (&probabilities)[kScores / 2], const float (&dprobabilities)[kScores],
+                                                const float* delta) {
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 shift = load_pair(delta + 8 * j + 2 * (thread % 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 weight = unpack(probabilities[2 * j + half], T());
+        const float* dp = dprobabilities + 4 * j + 2 * half;
+        dscores[2 * j + half] = pack(weight.x * (dp[0] - shift.x), weight.y * (dp[1] - shift.y), T());
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_dscores() {
+    const int lane = thread % 32, key = group * 64 + thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < Tile::kRows / 16; ++step) {
+      const int panel = step / 4, chunk = step % 4 * 2 + lane / 16;  // 8 queries = one 16-byte chunk
+      std::uint8_t* to = memory.dscores[rows_done % 2] + panel * Tile::kColumns * 128 + key * 128 + ((chunk ^ (key & 7)) * 16);
+      store_matrices(to, {dscores[4 * step], dscores[4 * step + 1], dscores[4 * step + 2], dscores[4 * step + 3]});
+    }
+    fence_async_proxy();
+  }
+
+  // Leaves dq to the writer. The first block of a tile needs no wait: its predecessor's were taken before the results.
+  __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], bool is_first) {
+    if (!is_first) named_sync(kDqEmpty + group, 160);
+    auto* to = reinterpret_cast<float4*>(memory.dq[group]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) to[128 * j + thread] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+    fence_async_proxy();
+    named_arrive(kDqFull + group, 160);
+  }
+
+  // The stage of the query tile before the one that query_ring stands at.
+  __device__ __forceinline__ int last_query_stage() const {
+    return query_ring.stage == 0 ? Tile::kQueryStages - 1 : query_ring.stage - 1;
+  }
+  __device__ __forceinline__ void release_query() {
+    if (thread == 0) memory.query_empty[last_query_stage()].arrive();
+  }
+  __device__ __forceinline__ void release_grad() {
+    if (thread == 0) memory.grad_empty[rows_done % 2].arrive();
+    ++rows_done;
+  }
+
+  // One query tile. dq and dk of the tile before are multiplied under its exponentials.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int key_tile, int row_tile, bool is_second) {
+    float scores[kScores];
+    std::uint32_t probabilities[kScores / 2];
+    const int query_stage = query_ring.stage, grad_stage = rows_done % 2;
+    memory.query_full[query_stage].wait(query_ring.phase);
+    issue_transposed(scores, memory.key, memory.query[query_stage]);
+    if constexpr (!kFirst) {
+      named_sync(kDscoresStored, 256);
+      float dq[32];
+      issue_dq(dq);
+      issue_gradient(dk, dscores, memory.query[last_query_stage()]);
+      wgmma_wait<1>();
+      hand_over_dq(dq, is_second);
+      wgmma_wait<0>();
+      if (needs_mask(key_tile, row_tile)) mask_scores(scores, key_tile, row_tile);
+      exponentiate(scores, memory.lse[query_stage], probabilities);
+    } else {
+      wgmma_wait<0>();
+      if (needs_mask(key_tile, row_tile)) mask_scores(scores, key_tile, row_tile);
+      exponentiate(scores, memory.lse[query_stage], probabilities);
+      memory.value_full.wait(tiles_done % 2);
+    }
+    float dprobabilities[kScores];
+    memory.grad_full[grad_stage].wait(rows_done / 2 % 2);
+    issue_transposed(dprobabilities, memory.value, memory.grad[grad_stage]);
+    if constexpr (!kFirst) {
+      wgmma_wait<1>();
+      release_query();
+    }
+    issue_gradient(dv, probabilities, memory.grad[grad_stage]);
+    wgmma_wait<1>();
+    differentiate(probabilities, dprobabilities, memory.delta[grad_stage]);
+    store_dscores();
+    wgmma_wait<0>();
+    release_grad();
+    query_ring.advance();
+  }
+
+  // dq and dk of the last query tile.
+  __device__ __forceinline__ void finish(bool is_only) {
+    if (thread == 0) memory.value_empty.arrive();
+    named_sync(kDscoresStored, 256);
+    float dq[32];
+    issue_dq(dq);
+    issue_gradient(dk, dscores, memory.query[last_query_stage()]);
+    wgmma_wait<1>();
+    hand_over_dq(dq, is_only);
+    wgmma_wait<0>();
+    release_query();
+    if (thread == 0) memory.key_empty.arrive();
+  }
+
+  __device__ __forceinline__ void run_tile(const BackwardWork& work) {
+    memory.key_full.wait(tiles_done % 2);
+    const int count = work.row_tiles() * p.group;
+    step<true>(work.key_tile, work.first, false);
+    int row_tile = work.first;
+    for (int i = 1; i < count; ++i) {
+      if (++row_tile == work.end) row_tile = work.first;
+      step<false>(work.key_tile, row_tile, i == 1);
+    }
+    finish(count == 1);
+    ++tiles_done;
+    named_sync(kDqEmpty + group, 160);
+  }
+
+  // Through the memory of dq, so that each row leaves in 16-byte pieces.
+  __device__ __forceinline__ void write_rows(const float (&grads)[kGrads], float factor, T* base, std::int64_t row_stride, int first_key) {
+    constexpr int kRowBytes = Tile::kHeadSize * 2, kChunks = kRowBytes / 16;
+    std::uint8_t* staging = memory.dq[group];
+    int thread = this->thread;
+    asm volatile("" : "+r"(thread));
+    named_sync(kStaging + group, 128);  // the rows before have left it
+#pragma unroll
+    for (int i = 0; i < kGrads / 2; ++i) {
+      const int at = row_in_group(i % 2), chunk = i / 2;  // 8 columns = one 16-byte chunk
+      *reinterpret_cast<std::uint32_t*>(staging + at * kRowBytes + ((chunk ^ (at & 7)) * 16) + thread % 4 * 4) =
+          pack(grads[2 * i] * factor, grads[2 * i + 1] * factor, T());
+    }
+    named_sync(kStaging + group, 128);
+#pragma unroll 4
+    for (int i = thread; i < 64 * kChunks; i += 128) {
+      const int at = i / kChunks, chunk = i % kChunks;
+      const uint4 value = *reinterpret_cast<const uint4*>(staging + at * kRowBytes + ((chunk ^ (at & 7)) * 16));
+      if (first_key + at < p.Sk) *reinterpret_cast<uint4*>(base + (first_key + at) * row_stride + chunk * 8) = value;
+    }
+  }
+
+  __device__ __forceinline__ void consume() {
+    RingPosition<Tile::kTileStages> tile_ring;
+    while (true) {
+      memory.tile_full[tile_ring.stage].wait(tile_ring.phase);
+      const int index = memory.tile[tile_ring.stage];
+      named_sync(kStaging + group, 128);  // all have read it
+      if (thread == 0) memory.tile_empty[tile_ring.stage].arrive();
+      tile_ring.advance();
+      if (index < 0) return;
+      const BackwardWork work = backward_work<Tile, kCausal>(p, index);
+#pragma unroll
+      for (int i = 0; i < kGrads; ++i) dk[i] = dv[i] = 0.0f;
+      if (work.row_tiles() > 0) run_tile(work);
+      const int first_key = work.key_tile * Tile::kColumns + group * 64;
+      write_rows(dv, 1.0f, static_cast<T*>(p.dv) + work.batch * p.dv_batch + work.key_head * p.dv_head, p.dv_row, first_key);
+      write_rows(dk, p.scale, static_cast<T*>(p.dk) + work.batch * p.dk_batch + work.key_head * p.dk_head, p.dk_row, first_key);
+    }
+  }
+};
+
+template <typename T, typename Tile, bool kCausal>
+__global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(const __grid_constant__ BackwardParams p) {
+  // Aligned by declaration: an address rounded up by hand is no longer known to lie in shared memory, and every access to it
+  // becomes a generic one.
+  extern __shared__ __align__(1024) std::uint8_t raw[];
+  auto& memory = *reinterpret_cast<BackwardMemory<Tile>*>(raw);
+  // Through a shuffle, so that the compiler knows it is the same in a whole warp.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Tile::kTileStages; ++stage) {
+      memory.tile_full[stage].init(1);
+      memory.tile_empty[stage].init(2 * Tile::kConsumers);  // consumers and writers
+    }
+    for (int stage = 0; stage < Tile::kQueryStages; ++stage) {
+      memory.query_full[stage].init(1);
+      memory.query_empty[stage].init(Tile::kConsumers);
+    }
+    for (int stage = 0; stage < Tile::kGradStages; ++stage) {
+      memory.grad_full[stage].init(1);
+      memory.grad_empty[stage].init(Tile::kConsumers);
+    }
+    memory.key_full.init(1);
+    memory.value_full.init(1);
+    memory.key_empty.init(Tile::kConsumers);
+    memory.value_empty.init(Tile::kConsumers);
+    fence_barrier_init();
+    prefetch_map(&p.q);
+    prefetch_map(&p.k);
+    prefetch_map(&p.v);
+    prefetch_map(&p.dout);
+  }
+  __syncthreads();
+  if (warp < 4) {
+    lower_registers<Tile::kProducerRegisters>();
+    if (threadIdx.x == 0) produce_backward<Tile, kCausal>(p, memory);
+    else if (warp == 1 || warp == 2) write_dq<Tile, kCausal>(p, memory, warp - 1);
+  } else {
+    raise_registers<Tile::kConsumerRegisters>();
+    BackwardConsumer<T, Tile, kCausal> consumer{p, memory, warp / 4 - 1, static_cast<int>(threadIdx.x) % 128};
+    consumer.consume();
+  }
+}
+
+template <typename Tile>
+constexpr int backward_memory_bytes() {
+  return static_cast<int>(sizeof(BackwardMemory<Tile>));
+}
+
+}  // namespace heddle::cuda::sm90

@@ -1,0 +1,9 @@
+#include "kernels/attention/backward_sm90_launch.cuh"
+
+namespace heddle::cuda::sm90 {
+
+void backward_d64(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
+  backward<BackwardTile<64, 128>>(args, plan, ctx);
+}
+
+}  // namespace heddle::cuda::sm90

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <algorithm>
+#include <numbers>
+
+#include "kernels/attention/attention.h"
+#include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/backward_sm90.cuh"
+#include "kernels/runtime/cuda_check.h"
+#include "kernels/runtime/device_cuda.h"
+
+namespace heddle::cuda::sm90 {
+
+// What one section of key heads reads and adds to again and again, queries, dout and sums of dq of one query head each, may
+// take this much of the L2 cache: half of Hopper's 60 MB.
+constexpr std::int64_t kBackwardSectionBytes = std::int64_t{32} << 20;
+
+template <typename Tile>
+BackwardParams backward_params(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
+  const ConstView dk = args.dk, dv = args.dv;
+  const auto B = args.q.shape[0], Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
+  const auto Sk = args.k.shape[1], Hkv = args.k.shape[2];
+  const std::int64_t group = Hq / Hkv, head_bytes = Sq * D * (2 + 2 + 4);
+  BackwardParams p = {};
+  // TMA cannot describe an empty tensor. Without queries none is read, so that any other map will do.
+  p.q = tensor_map(Sq > 0 ? args.q : args.k, Tile::kRows);
+  p.k = tensor_map(args.k, Tile::kColumns);
+  p.v = tensor_map(args.v, Tile::kColumns);
+  p.dout = tensor_map(Sq > 0 ? plan.dout : args.k, Tile::kRows);
+  p.rows = plan.rows;
+  p.lse_log2 = plan.lse_log2;
+  p.delta = plan.delta;
+  p.dq_sum = plan.dq_sum;
+  p.dk = args.dk.data;
+  p.dk_batch = dk.strides[0];
+  p.dk_row = dk.strides[1];
+  p.dk_head = dk.strides[2];
+  p.dv = args.dv.data;
+  p.dv_batch = dv.strides[0];
+  p.dv_row = dv.strides[1];
+  p.dv_head = dv.strides[2];
+  p.Sq = static_cast<int>(Sq);
+  p.Sk = static_cast<int>(Sk);
+  p.batches = static_cast<int>(B);
+  p.key_heads = static_cast<int>(Hkv);
+  p.group = static_cast<int>(group);
+  p.key_tiles = static_cast<int>((Sk + Tile::kColumns - 1) / Tile::kColumns);
+  p.section_heads = static_cast<int>(std::clamp<std::int64_t>(kBackwardSectionBytes / std::max<std::int64_t>(head_bytes, 1), 1, B * Hkv));
+  p.scale = static_cast<float>(args.scale);
+  p.scale_log2 = static_cast<float>(args.scale * std::numbers::log2e);
+  p.schedule = schedule_counters(ctx.device.index);
+  return p;
+}
+
+template <typename T, typename Tile, bool kCausal>
+void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
+  const auto kernel = attention_backward_kernel<T, Tile, kCausal>;
+  constexpr int kMemory = backward_memory_bytes<Tile>();
+  static const cudaError_t opted_in = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory);
+  HEDDLE_CUDA_CHECK(opted_in);
+  const BackwardParams p = backward_params<Tile>(args, plan, ctx);
+  const int tiles = p.key_tiles * p.key_heads * p.batches;
+  const int blocks = std::min(tiles, device_info(ctx.device.index).multiprocessors);
+  kernel<<<blocks, Tile::kThreads, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(p);
+  check_launch("attention backward");
+}
+
+template <typename Tile>
+void backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
+  static_assert(Tile::kRows == backward_rows(Tile::kHeadSize));
+  const bool is_bf16 = args.q.dtype == DType::bf16;
+  if (args.is_causal)
+    is_bf16 ? launch_backward<__nv_bfloat16, Tile, true>(args, plan, ctx) : launch_backward<__half, Tile, true>(args, plan, ctx);
+  else
+    is_bf16 ? launch_backward<__nv_bfloat16, Tile, false>(args, plan, ctx) : launch_backward<__half, Tile, false>(args, plan, ctx);
+}
+
+}  // namespace heddle::cuda::sm90
