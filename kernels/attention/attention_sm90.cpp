@@ -27,7 +27,7 @@ PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
 
 // Bytes behind BackwardPlan's pointers.
 std::int64_t plan_bytes(const PaddedRows& rows, std::int64_t Hq, std::int64_t D) {
-  return Hq * rows.total_rows * (D + 2) * static_cast<std::int64_t>(sizeof(float));
+  return Hq * rows.total_rows * (backward_columns(D) + 2) * static_cast<std::int64_t>(sizeof(float));
 }
 
 // Whether tensor_map takes the view as it is: not if a gradient was expanded, transposed or cut out at an odd place.
@@ -51,9 +51,6 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
     return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
   if (problem.D > kMaxHeadSize || problem.D % 8 != 0)
     return {false, concat_text("it takes head sizes that are multiples of 8 up to ", kMaxHeadSize, ", not ", problem.D)};
-  if (pass == AttentionPass::backward && problem.D != 64 && problem.D != 128)
-    return {false, concat_text("its backward takes head sizes 64 and 128, not ", problem.D)};
-  if (pass == AttentionPass::backward && problem.is_varlen) return {false, "its backward takes sequences of one length, not cu_seqlens"};
   if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
   if (pass == AttentionPass::backward)
     return {true, "its backward has not passed every test on a GPU; attention.kernel: sm90 runs it", /*only_by_name=*/true};
@@ -62,7 +59,10 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
 
 std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass) {
   if (pass == AttentionPass::forward) return 0;
-  return plan_bytes(PaddedRows::dense(problem.B, problem.Sq, backward_rows(problem.D)), problem.Hq, problem.D);
+  const int tile = backward_rows(problem.D);
+  const PaddedRows rows = problem.is_varlen ? PaddedRows::ragged(problem.B, problem.Sq, problem.Tq, nullptr, tile)
+                                            : PaddedRows::dense(problem.B, problem.Sq, tile);
+  return plan_bytes(rows, problem.Hq, problem.D);
 }
 
 void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
@@ -73,10 +73,13 @@ void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
 
 void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx) {
   const std::int64_t B = args.q.shape[0], Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
-  const PaddedRows rows = PaddedRows::dense(B, Sq, backward_rows(D));
+  const int tile = backward_rows(D), columns = backward_columns(D);
+  PaddedRows rows = PaddedRows::dense(B, Sq, tile);
+  if (args.cu_seqlens_q.defined())
+    rows = PaddedRows::ragged(args.cu_seqlens_q.shape[0] - 1, args.max_seqlen_q, Sq, args.cu_seqlens_q.as<std::int32_t>(), tile);
   auto* const dq_sum = static_cast<float*>(workspace);
   const std::int64_t padded = Hq * rows.total_rows;
-  BackwardPlan plan{rows, dq_sum, dq_sum + padded * D, dq_sum + padded * (D + 1), args.dout};
+  BackwardPlan plan{rows, dq_sum, dq_sum + padded * columns, dq_sum + padded * (columns + 1), args.dout};
   Buffer dout_copy;
   if (!has_tma_strides(args.dout)) {
     dout_copy = Buffer(args.dout.numel() * 2, args.dout.device);
@@ -84,9 +87,9 @@ void backward(const AttentionBackwardArgs& args, void* workspace, const ExecCont
     plan.dout.strides = contiguous_strides(args.dout.shape);
   }
   backward_prepare({.out = args.out, .dout = args.dout, .lse = args.lse, .dlse = args.dlse, .rows = rows, .lse_log2 = plan.lse_log2,
-                    .delta = plan.delta, .dq_sum = dq_sum, .columns = static_cast<int>(D), .dout_copy = dout_copy.data()}, ctx);
-  if (args.k.numel() > 0) D == 64 ? backward_d64(args, plan, ctx) : backward_d128(args, plan, ctx);
-  backward_finish({.dq_sum = dq_sum, .order = DqOrder::warpgroup_blocks, .rows = rows, .columns = static_cast<int>(D),
+                    .delta = plan.delta, .dq_sum = dq_sum, .columns = columns, .dout_copy = dout_copy.data()}, ctx);
+  if (args.k.numel() > 0) columns == 64 ? backward_d64(args, plan, ctx) : backward_d128(args, plan, ctx);
+  backward_finish({.dq_sum = dq_sum, .order = DqOrder::warpgroup_blocks, .rows = rows, .columns = columns,
                    .scale = args.scale, .dq = args.dq}, ctx);
 }
 

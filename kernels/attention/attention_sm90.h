@@ -5,8 +5,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/backward_prepare.h"
 
-// The Hopper variant: wgmma products fed by TMA, bfloat16 and float16. Forward: head sizes that are multiples of 8 up to 128.
-// Backward: head sizes 64 and 128.
+// The Hopper variant: wgmma products fed by TMA. Head sizes that are multiples of 8 up to 128, bfloat16 and float16.
 
 namespace heddle::cuda::sm90 {
 
@@ -15,13 +14,14 @@ std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass
 void forward(const AttentionForwardArgs& args, void* workspace, const ExecContext& ctx);
 void backward(const AttentionBackwardArgs& args, void* workspace, const ExecContext& ctx);
 
-// Query rows that the backward kernel takes at a time.
-constexpr int backward_rows(std::int64_t D) { return D == 64 ? 128 : 64; }
+// The backward kernel's tiles: columns that hold a head, and query rows at a time.
+constexpr int backward_columns(std::int64_t D) { return D <= 64 ? 64 : 128; }
+constexpr int backward_rows(std::int64_t D) { return D <= 64 ? 128 : 64; }
 
 // What the main backward kernel reads and adds to beside its arguments; see backward_prepare.h.
 struct BackwardPlan {
   PaddedRows rows;
-  float* dq_sum;    // [Hq, total_rows, D], DqOrder::warpgroup_blocks
+  float* dq_sum;    // [Hq, total_rows, backward_columns(D)], DqOrder::warpgroup_blocks
   float* lse_log2;  // [Hq, total_rows]
   float* delta;     // [Hq, total_rows]
   ConstView dout;   // as TMA can read it

@@ -137,8 +137,9 @@ __global__ void __launch_bounds__(kBlock) prepare_kernel(const __grid_constant__
   if (lane != 0) return;
   const float lse = is_inside ? p.lse.at(sequence.batch, block.head, tensor_row) : -infinity<float>();
   const float dlse = is_inside && p.dlse.data != nullptr ? p.dlse.at(sequence.batch, block.head, tensor_row) : 0.0f;
-  p.lse_log2[at] = lse == -infinity<float>() ? infinity<float>() : lse * std::numbers::log2e_v<float>;
-  p.delta[at] = sum - dlse;
+  const bool sees_keys = lse != -infinity<float>();
+  p.lse_log2[at] = sees_keys ? lse * std::numbers::log2e_v<float> : infinity<float>();
+  p.delta[at] = sees_keys ? sum - dlse : 0.0f;  // whatever dout holds in a row without keys
 }
 
 template <typename T>

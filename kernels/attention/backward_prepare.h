@@ -55,7 +55,7 @@ struct PaddedSequence {
 // Writes, for every padded row of every sequence and query head:
 //   lse_log2  [Hq, total_rows]     lse * log2(e); +inf where lse is -inf and past the end of a sequence, so that
 //                                  exp2(score - lse_log2) is 0 there
-//   delta     [Hq, total_rows]     sum over D of dout * out, minus dlse if given, in float32; 0 past the end
+//   delta     [Hq, total_rows]     sum over D of dout * out, minus dlse if given, in float32; 0 where lse_log2 is +inf
 //   dq_sum    [Hq, total_rows, columns]  0; not written if null
 //   dout_copy [as dout]            dout, contiguous; not written if null
 // out and dout are [B, Sq, Hq, D] float32, bfloat16 or float16 (or [1, Tq, Hq, D]) with any strides, lse and dlse [B, Hq, Sq].

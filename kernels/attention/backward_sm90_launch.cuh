@@ -18,9 +18,9 @@ constexpr std::int64_t kBackwardSectionBytes = std::int64_t{32} << 20;
 template <typename Tile>
 BackwardParams backward_params(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
   const ConstView dk = args.dk, dv = args.dv;
-  const auto B = args.q.shape[0], Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
+  const auto Sq = args.q.shape[1], Hq = args.q.shape[2], D = args.q.shape[3];
   const auto Sk = args.k.shape[1], Hkv = args.k.shape[2];
-  const std::int64_t group = Hq / Hkv, head_bytes = Sq * D * (2 + 2 + 4);
+  const std::int64_t group = Hq / Hkv, head_bytes = plan.rows.longest * Tile::kHeadSize * (2 + 2 + 4);
   BackwardParams p = {};
   // TMA cannot describe an empty tensor. Without queries none is read, so that any other map will do.
   p.q = tensor_map(Sq > 0 ? args.q : args.k, Tile::kRows);
@@ -28,6 +28,7 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.v = tensor_map(args.v, Tile::kColumns);
   p.dout = tensor_map(Sq > 0 ? plan.dout : args.k, Tile::kRows);
   p.rows = plan.rows;
+  p.sequence_rows = plan.rows.longest_padded();
   p.lse_log2 = plan.lse_log2;
   p.delta = plan.delta;
   p.dq_sum = plan.dq_sum;
@@ -39,16 +40,22 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.dv_batch = dv.strides[0];
   p.dv_row = dv.strides[1];
   p.dv_head = dv.strides[2];
-  p.Sq = static_cast<int>(Sq);
-  p.Sk = static_cast<int>(Sk);
-  p.batches = static_cast<int>(B);
+  const bool is_packed = args.cu_seqlens_k.defined();
+  const std::int64_t longest = is_packed ? args.max_seqlen_k : Sk;
+  if (is_packed) p.cu_seqlens_k = args.cu_seqlens_k.as<std::int32_t>();
+  p.D = static_cast<int>(D);
+  p.Sq = static_cast<int>(plan.rows.longest);
+  p.Sk = static_cast<int>(longest);
+  p.sequences = static_cast<int>(plan.rows.sequences);
   p.key_heads = static_cast<int>(Hkv);
   p.group = static_cast<int>(group);
-  p.key_tiles = static_cast<int>((Sk + Tile::kColumns - 1) / Tile::kColumns);
-  p.section_heads = static_cast<int>(std::clamp<std::int64_t>(kBackwardSectionBytes / std::max<std::int64_t>(head_bytes, 1), 1, B * Hkv));
+  p.key_tiles = static_cast<int>((longest + Tile::kColumns - 1) / Tile::kColumns);
+  p.section_heads = static_cast<int>(std::max<std::int64_t>(1, std::min(kBackwardSectionBytes / std::max<std::int64_t>(head_bytes, 1),
+                                                                         plan.rows.sequences * Hkv)));
   p.scale = static_cast<float>(args.scale);
   p.scale_log2 = static_cast<float>(args.scale * std::numbers::log2e);
-  p.schedule = schedule_counters(ctx.device.index);
+  p.tiles = static_cast<unsigned>(p.key_tiles) * p.key_heads * p.sequences;
+  if (p.tiles > static_cast<unsigned>(device_info(ctx.device.index).multiprocessors)) p.schedule = schedule_counters(ctx.device.index);
   return p;
 }
 
@@ -59,15 +66,15 @@ void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan
   static const cudaError_t opted_in = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory);
   HEDDLE_CUDA_CHECK(opted_in);
   const BackwardParams p = backward_params<Tile>(args, plan, ctx);
-  const int tiles = p.key_tiles * p.key_heads * p.batches;
-  const int blocks = std::min(tiles, device_info(ctx.device.index).multiprocessors);
+  if (p.tiles == 0) return;
+  const unsigned blocks = std::min<unsigned>(p.tiles, device_info(ctx.device.index).multiprocessors);
   kernel<<<blocks, Tile::kThreads, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(p);
   check_launch("attention backward");
 }
 
 template <typename Tile>
 void backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
-  static_assert(Tile::kRows == backward_rows(Tile::kHeadSize));
+  static_assert(Tile::kRows == backward_rows(Tile::kHeadSize) && Tile::kHeadSize == backward_columns(Tile::kHeadSize));
   const bool is_bf16 = args.q.dtype == DType::bf16;
   if (args.is_causal)
     is_bf16 ? launch_backward<__nv_bfloat16, Tile, true>(args, plan, ctx) : launch_backward<__half, Tile, true>(args, plan, ctx);
