@@ -5,19 +5,10 @@
 #include <vector>
 
 #include "kernels/attention/attention.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::test {
 namespace {
-
-template <typename Fn>
-std::string message_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // A valid call, for tests to spoil. All views share one array: nothing here reaches a kernel unless it is valid.
 struct Call {
@@ -28,10 +19,10 @@ struct Call {
 
   MutView view(const Shape& shape) { return {memory.data(), DType::f32, kCpu, shape, contiguous_strides(shape)}; }
   std::string forward_error(std::string_view kernel = "auto") {
-    return message_of([&] { attention_forward(forward, kernel, ExecContext{}); });
+    return error_of([&] { attention_forward(forward, kernel, ExecContext{}); });
   }
   std::string backward_error(std::string_view kernel = "auto") {
-    return message_of([&] { attention_backward(backward, kernel, ExecContext{}); });
+    return error_of([&] { attention_backward(backward, kernel, ExecContext{}); });
   }
 };
 
@@ -101,6 +92,17 @@ TEST(AttentionErrors, ScaleMustBePositiveAndFinite) {
     Call call;
     call.forward.scale = scale;
     EXPECT_EQ(call.forward_error(), concat_text("attention: scale must be finite and greater than 0, got ", text));
+  }
+}
+
+TEST(AttentionErrors, ScaleMustFitTheDtypeOfTheSums) {
+  // Below the least normal number, and where scale * log2(e) passes the greatest one.
+  for (const double scale : {1e-300, 1e-46, 1e-39, 3e38, 1e39}) {
+    Call call;
+    call.forward.scale = call.backward.scale = scale;
+    const std::string expected = concat_text("scale must be in [1.17549e-38, 2.35866e+38], what float32 can hold, got ", scale);
+    EXPECT_EQ(call.forward_error(), "attention: " + expected);
+    EXPECT_EQ(call.backward_error(), "attention backward: " + expected);
   }
 }
 
@@ -199,17 +201,24 @@ TEST(AttentionSelect, AutoPassesOverWhatRunsOnlyByName) {
 }
 
 TEST(AttentionSelect, UnknownNameListsTheChoices) {
-  EXPECT_EQ(Call().forward_error("flash"), "attention: there is no kernel 'flash'; choose one of auto, cpu");
+  std::string names = "auto";
+  for (const AttentionVariant& variant : attention_variants()) names.append(", ").append(variant.name);
+  EXPECT_EQ(Call().forward_error("flash"), "attention: there is no kernel 'flash'; choose one of " + names);
 }
 
 TEST(AttentionSelect, NamedKernelSaysWhyItCannotRun) {
-  EXPECT_EQ(message_of([] { select_attention({.D = 8, .device = kGpu}, AttentionPass::backward, "cpu"); }),
+  EXPECT_EQ(error_of([] { select_attention({.D = 8, .device = kGpu}, AttentionPass::backward, "cpu"); }),
             "attention: kernel 'cpu' cannot run this backward: the tensors are on cuda:0; move them to the cpu");
 }
 
 TEST(AttentionSelect, NoKernelListsEveryReason) {
-  EXPECT_EQ(message_of([] { select_attention({.D = 8, .device = kGpu}, AttentionPass::forward, "auto"); }),
-            "attention: no kernel can run this forward: cpu: the tensors are on cuda:0; move them to the cpu");
+  // No variant has heads of 300, on any device.
+  const AttentionProblem problem{.Hq = 1, .Hkv = 1, .D = 300, .device = kGpu};
+  std::string reasons;
+  for (const AttentionVariant& variant : attention_variants())
+    reasons.append(reasons.empty() ? "" : "; ").append(variant.name).append(": ").append(variant.supports(problem, AttentionPass::forward).reason);
+  EXPECT_EQ(error_of([&] { select_attention(problem, AttentionPass::forward, "auto"); }),
+            "attention: no kernel can run this forward: " + reasons);
 }
 
 }  // namespace

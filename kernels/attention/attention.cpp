@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <tuple>
 
 #include "kernels/attention/attention_cpu.h"
@@ -55,8 +56,15 @@ void check_shape(const ConstView& view, std::string_view name, const Shape& expe
   HEDDLE_CHECK(view.shape == expected, op, ": ", name, " is ", view.shape, ", expected ", expected);
 }
 
-void check_scale(double scale, std::string_view op) {
+// Kernels multiply by the scale, and by scale * log2(e), in the dtype of the sums; a product that is 0 or infinite there
+// turns masked scores into NaN.
+void check_scale(double scale, DType sums, std::string_view op) {
   HEDDLE_CHECK(std::isfinite(scale) && scale > 0, op, ": scale must be finite and greater than 0, got ", scale);
+  const bool is_wide = sums == DType::f64;
+  const double low = is_wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double high = (is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max()) / std::numbers::log2e;
+  HEDDLE_CHECK(scale >= low && scale <= high, op, ": scale must be in [", low, ", ", high, "], what ", sums, " can hold, got ",
+               scale);
 }
 
 DType lse_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
@@ -129,7 +137,7 @@ AttentionProblem checked_problem(const Args& args, const ExecContext& ctx, std::
   for (const auto& [name, view] : inputs)
     HEDDLE_CHECK(view.strides[3] == 1 || problem.D == 1 || view.numel() == 0, op, ": ", name, " has stride ",
                  view.strides[3], " in its last dimension, it must be 1; make it contiguous");
-  check_scale(args.scale, op);
+  check_scale(args.scale, lse_dtype(q.dtype), op);
   set_sequences(args, op, problem);
   return problem;
 }

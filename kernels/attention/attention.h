@@ -19,7 +19,7 @@ namespace heddle {
 //   out    [B, Sq, Hq, D]   dtype of q, any strides; written (=)
 //   lse    [B, Hq, Sq]      natural log of the sum of exp of the row's scaled scores; float32 (float64 for float64
 //                           inputs), any strides; written (=)
-//   scale  finite and > 0
+//   scale  > 0; it and its product with log2(e) are finite and normal in the dtype of the sums
 // A causal mask is aligned at the bottom right: query row i sees the keys j <= i + Sk - Sq. A row that sees no key gives
 // out = 0 and lse = -inf. What a key or value holds never reaches a row that does not see it, NaN included.
 // Scores, sums and outputs are accumulated in float32 (float64 for float64 inputs). Sq = 0 and Sk = 0 are legal.
@@ -124,8 +124,8 @@ struct AttentionVariant {
 std::span<const AttentionVariant> attention_variants();
 
 // The variant that runs a pass. `wanted` is "auto" for the first that supports the problem, or a variant's name.
-// Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason), and when no
-// variant can (with the reason of each).
+// Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason)
+// and when no variant can (with the reason of each).
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
 // The same among `variants`.
 const AttentionVariant& select_attention(std::span<const AttentionVariant> variants, const AttentionProblem& problem, AttentionPass pass,
