@@ -61,7 +61,6 @@ class Node {
   std::uint64_t sequence() const { return sequence_; }
   const std::vector<Edge>& edges() const { return edges_; }
   const std::vector<GradSpec>& outputs() const { return outputs_; }
-  const std::vector<SavedTensor>& saved_tensors() const { return saved_; }
 
   // Wiring, used by record() and record_outputs().
   void connect(std::vector<Edge> edges) { edges_ = std::move(edges); }

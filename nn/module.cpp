@@ -32,12 +32,6 @@ std::vector<NamedTensor> Module::trainable_parameters() const {
   return out;
 }
 
-std::vector<std::pair<std::string, std::shared_ptr<Module>>> Module::children() const {
-  std::vector<std::pair<std::string, std::shared_ptr<Module>>> out;
-  for (const Child& child : children_) out.emplace_back(child.name, child.get());
-  return out;
-}
-
 void Module::freeze() {
   for (NamedTensor& parameter : parameters()) {
     parameter.tensor.set_requires_grad(false);

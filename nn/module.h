@@ -34,8 +34,6 @@ class Module {
   // All parameters in registration order, depth first, each tensor once.
   std::vector<NamedTensor> parameters() const;
   std::vector<NamedTensor> trainable_parameters() const;
-  // Direct children with their names.
-  std::vector<std::pair<std::string, std::shared_ptr<Module>>> children() const;
 
   // Makes every parameter below untrainable and drops its gradient.
   void freeze();

@@ -18,12 +18,14 @@
 #include <vector>
 
 #include "kernels/runtime/check.h"
+#include "tests/support/error_of.h"
 #include "tests/support/temp_folder.h"
 
 namespace heddle::nn {
 namespace {
 
 namespace fs = std::filesystem;
+using test::error_of;
 using test::TempFolder;
 
 // Contents of version `version` of a file: long enough to take several writes, and different at both ends.
@@ -74,15 +76,6 @@ int kill_at_every_system_call(const std::function<void()>& work, const std::func
       EXPECT_EQ(status, 0);
       return kills;
     }
-  }
-}
-
-std::string error_of(const std::function<void()>& work) {
-  try {
-    work();
-    return "";
-  } catch (const Error& error) {
-    return error.what();
   }
 }
 
@@ -361,7 +354,7 @@ TEST(OutputFolder, SecondWriterIsRefusedUntilTheFirstEnds) {
               "output folder " + folder.path().native() +
                   " is in use by another run; wait for it to end or choose another folder");
   }
-  EXPECT_EQ(error_of([&] { OutputFolder second(folder.path()); }), "");
+  EXPECT_EQ(error_of([&] { OutputFolder second(folder.path()); }), "no error");
 }
 
 TEST(OutputFolder, LockEndsWithAKilledProcess) {
@@ -374,12 +367,12 @@ TEST(OutputFolder, LockEndsWithAKilledProcess) {
   });
   char byte = 0;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-  EXPECT_NE(error_of([&] { OutputFolder output(folder.path()); }), "");
+  EXPECT_NE(error_of([&] { OutputFolder output(folder.path()); }), "no error");
 
   ::kill(child, SIGKILL);
   wait_for(child);
 
-  EXPECT_EQ(error_of([&] { OutputFolder output(folder.path()); }), "");
+  EXPECT_EQ(error_of([&] { OutputFolder output(folder.path()); }), "no error");
   ::close(ready[0]);
   ::close(ready[1]);
 }

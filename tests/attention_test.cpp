@@ -51,9 +51,8 @@ void expect_matches_reference(const AttentionSizes& sizes, const AttentionInputs
 
   const AttentionResults got = run_attention<E>(sizes, inputs, run);
 
-  // One rounding step of the stored result, and what three rounding steps of the largest score, a sum of D products, do:
-  // they change every probability by that relative amount. Three: of the sum, its product
-  // with the scale, and lse.
+  // One rounding step of the stored result, and what three rounding steps of the largest score, a sum of D products, do: they
+  // change every probability by that relative amount. Three: of the sum, its product with the scale, and lse.
   const double store = epsilon<E>(), root = std::sqrt(static_cast<double>(sizes.D));
   const double score = sizes.scale * root * largest(inputs.q) * largest(inputs.k);
   const double step = 3 * epsilon<accumulate_t<E>>() * (1 + score);

@@ -57,7 +57,7 @@ TEST(Layering, ProjectIncludesPointDownwards) {
 }
 
 TEST(Layering, OutsideLibrariesStayInTheirFolders) {
-  const std::regex include(R"re(#include <(.*)>)re");
+  const std::regex include(R"re(#include [<"](.*)[>"])re");  // a library's header may be quoted as well
   for_each_line([&](const SourceFile& file, std::size_t line, const std::string& text) {
     std::smatch match;
     if (!std::regex_search(text, match, include)) return;

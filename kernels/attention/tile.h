@@ -62,9 +62,4 @@ constexpr Span local_queries(const AttentionMask& mask, std::int64_t key, Span q
   return {std::clamp<std::int64_t>(mask.first_query(key) - queries.begin, 0, queries.size()), queries.size()};
 }
 
-// Whether a visited pair of tiles straddles the diagonal, so that some of its pairs are hidden.
-constexpr bool straddles(const AttentionMask& mask, Span queries, Span keys) {
-  return mask.visible_keys(queries.begin) < keys.end;
-}
-
 }  // namespace heddle
