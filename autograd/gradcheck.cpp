@@ -92,7 +92,7 @@ GradcheckResult gradcheck(const Function& fn, const std::vector<Tensor>& inputs,
   const auto strided = analytic_gradients(fn, inputs, strided_copy(cotangent));
   const std::vector<double> weights = cotangent.to_doubles();
 
-  GradcheckResult result{.ok = true};
+  GradcheckResult result{.ok = true, .bound = options.tolerance};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!inputs[i].requires_grad()) continue;
     for (std::int64_t e = 0; e < inputs[i].numel(); ++e) {

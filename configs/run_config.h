@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,13 +29,28 @@ struct SectionFields {
 // Every key of a config file, in the order in which they are written. The fields point into `config`.
 std::vector<SectionFields> sections(RunConfig& config);
 
+// A check of a config against what lies outside it: the machine, the data, an earlier run. Throws nn::BadValue.
+struct RunCheck {
+  std::vector<std::string> sections;  // what it looks at; a mistake in one of them leaves the check out
+  std::function<void(const RunConfig&)> run;
+};
+
 // Reads a config file; each override is `section.key=value`, its value YAML, and wins over the file. Every optional of the
 // result is filled in. Throws heddle::ConfigError listing every mistake, one a line:
-//   configs/tiny.yaml:12:12: model.num_hidden_layers: expected integer >= 1, got "eight"
+//   configs/tiny.yaml:12:12: model.num_hidden_layers: expected integer in [1, 10000], got "eight"
 //   --set train.max_step: expected a known key, got "max_step"; did you mean max_steps?
-RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {});
+// What `checks` refuse is among them.
+RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {},
+                          const std::vector<RunCheck>& checks = {});
 
 // The config as a YAML file that loads as the same config.
 std::string to_yaml(const RunConfig& config);
+
+// What a run that continues a checkpoint has otherwise than the checkpoint's own config.
+struct ResumeChanges {
+  std::vector<std::string> refused;  // "model.rope_theta 10000, here 5000": the weights mean another function
+  std::vector<std::string> noted;    // the training goes on otherwise than it began
+};
+ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run);
 
 }  // namespace heddle::config

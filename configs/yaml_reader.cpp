@@ -265,6 +265,20 @@ void YamlReader::check(std::string_view section, const std::vector<nn::Conflict>
   }
 }
 
+void YamlReader::refuse(const nn::BadValue& value) {
+  const auto given = places_.find(value.key());
+  const bool is_given = given != places_.end();
+  report(is_given ? given->second : start_of(value.key().substr(0, value.key().find('.'))), value.key(),
+         concat_text("expected ", value.expected(), ", got ", value.got(), is_given ? "" : " (the default)"));
+}
+
+bool YamlReader::has_mistake(std::string_view section) const {
+  return std::ranges::any_of(wrong_, [section](const std::string& name) {
+    const std::size_t dot = name.find('.');
+    return section == name.substr(0, dot) || (section.empty() && dot == std::string::npos);
+  });
+}
+
 bool YamlReader::is_wrong(const std::string& name) const {
   return wrong_.contains(name) || wrong_.contains(name.substr(0, name.find('.')));
 }

@@ -33,6 +33,12 @@ class YamlReader {
   // conflict that involves a key already found wrong is left out: its value means nothing.
   void check(std::string_view section, const std::vector<nn::Conflict>& conflicts);
 
+  // Records a value that a further check refused.
+  void refuse(const nn::BadValue& value);
+
+  // Whether a key of the section is known to be wrong; "" is the top level.
+  bool has_mistake(std::string_view section) const;
+
   // Reports every key that no read() asked for, then throws heddle::ConfigError with all mistakes in file order, if any.
   void finish();
 

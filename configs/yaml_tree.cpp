@@ -1,10 +1,13 @@
 #include "configs/yaml_tree.h"
 
+#include <yaml-cpp/depthguard.h>
 #include <yaml-cpp/eventhandler.h>
 #include <yaml-cpp/yaml.h>
 
 #include <sstream>
 #include <utility>
+
+#include "kernels/runtime/check.h"
 
 namespace heddle::config {
 namespace {
@@ -17,6 +20,7 @@ Place place_of(const YAML::Mark& mark) { return {mark.line + 1, mark.column + 1}
 class TreeBuilder final : public YAML::EventHandler {
  public:
   YamlValue take_root() { return std::move(root_); }
+  Place last_place() const { return last_place_; }  // of the last scalar or finished collection
 
   void OnDocumentStart(const YAML::Mark& mark) override {
     if (started_) throw YamlSyntaxError{place_of(mark), "one document", "a second one"};
@@ -44,6 +48,7 @@ class TreeBuilder final : public YAML::EventHandler {
   }
 
   void add(YamlValue value) {
+    last_place_ = value.place;
     if (open_.empty()) {
       root_ = std::move(value);
       return;
@@ -65,6 +70,7 @@ class TreeBuilder final : public YAML::EventHandler {
 
   std::vector<YamlValue> open_;  // lists and maps not yet closed, outermost first
   YamlValue root_;
+  Place last_place_;
   bool started_ = false;
 };
 
@@ -86,19 +92,29 @@ void check_characters(std::string_view text) {
   }
 }
 
-}  // namespace
-
-YamlValue parse_yaml(std::string_view text) {
-  check_characters(text);
-  std::istringstream stream{std::string(text)};
-  TreeBuilder builder;
+void parse(const std::string& text, TreeBuilder& builder) {
+  std::istringstream stream(text);
   try {
     YAML::Parser parser(stream);
     while (parser.HandleNextDocument(builder)) {
     }
+  } catch (const YAML::DeepRecursion& error) {
+    throw YamlSyntaxError{place_of(error.mark), "a few levels of nesting", concat_text(error.depth(), " and more")};
   } catch (const YAML::Exception& error) {
+    if (error.msg == YAML::ErrorMsg::EOF_IN_SCALAR)
+      throw YamlSyntaxError{builder.last_place(), "a closing quote after this", "the end of the text"};
     throw YamlSyntaxError{place_of(error.mark), "valid YAML", "a syntax error (" + error.msg + ")"};
   }
+}
+
+}  // namespace
+
+YamlValue parse_yaml(std::string_view text) {
+  check_characters(text);
+  TreeBuilder builder, strict;
+  parse(std::string(text), builder);
+  // The parser lets a line end at the end of the text close a quote, but not a comment without one.
+  parse(std::string(text) + "\n#", strict);
   return builder.take_root();
 }
 

@@ -39,7 +39,7 @@ struct YamlSyntaxError {
 };
 
 // Parses one document; an empty one is null. Refuses what YAML would let through to the reader's surprise: tabs as
-// indentation, control characters, a second document. Throws YamlSyntaxError.
+// indentation, control characters, a second document, a quote that is never closed. Throws YamlSyntaxError.
 YamlValue parse_yaml(std::string_view text);
 
 }  // namespace heddle::config

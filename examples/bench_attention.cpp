@@ -8,6 +8,7 @@
 #include "examples/attention_check.h"
 #include "examples/bench_timer.h"
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
@@ -212,7 +213,7 @@ void add_bench_attention_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("bench-attention", "Time the attention kernels alone, after checking them");
   const auto command = std::make_shared<BenchCommand>();
   const auto size = [&](const char* name, std::int64_t& value, const char* what) {
-    return sub->add_option(name, value, what)->check(CLI::PositiveNumber);
+    return sub->add_option(name, value, what)->check(integer_in(1, nn::kMaxCount));
   };
   const auto choice = [&](const char* name, std::string& value, const char* what, const std::vector<std::string>& values) {
     return sub->add_option(name, value, what)->check(CLI::IsMember(values));
@@ -229,8 +230,8 @@ void add_bench_attention_command(CLI::App& app, int& exit_code) {
   sub->add_option("--kernel", command->kernel, "all, or the name of a variant")->capture_default_str();
   choice("--pass", command->pass, "What to time", {"fwd", "bwd", "both"})->capture_default_str();
   sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
-  sub->add_option("--runs", command->runs, "Timed calls; 10 to 50 by their length if not given")->check(CLI::PositiveNumber);
-  sub->add_option("--ceiling", command->ceiling, "TFLOP/s of matrix products; measured if not given")->check(CLI::PositiveNumber);
+  sub->add_option("--runs", command->runs, "Timed calls; 10 to 50 by their length if not given")->check(integer_in(1, nn::kMaxCount));
+  sub->add_option("--ceiling", command->ceiling, "TFLOP/s of matrix products; measured if not given")->check(number_in(nn::above(0)));
   sub->add_option("--json", command->json, "Write the results to this file too");
   sub->footer("Example: heddle bench-attention --preset bar --json bar.json\n"
               "         heddle bench-attention --device cpu --dtype float32 --batch 1 --seq 1024 --causal --pass fwd\n"

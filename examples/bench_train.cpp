@@ -9,6 +9,7 @@
 
 #include "examples/bench_timer.h"
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
@@ -69,9 +70,8 @@ std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, c
 }
 
 int run_bench_train(const BenchTrainCommand& command) {
-  const config::RunConfig run = config::load_run_config(command.config, command.overrides);
-  const Device device = choose_model_device(run);
-  const auto data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
+  const auto [run, device, data] = load_training(command.config, command.overrides);
+  apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
   const double flop = flop_per_token(model, run);
   const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
@@ -109,8 +109,8 @@ void add_bench_train_command(CLI::App& app, int& exit_code) {
   const auto command = std::make_shared<BenchTrainCommand>();
   sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required();
   sub->add_option("--set", command->overrides, "Override one value: section.key=value")->allow_extra_args(false);
-  sub->add_option("--steps", command->steps, "Timed steps")->check(CLI::PositiveNumber)->capture_default_str();
-  sub->add_option("--warmup", command->warmup, "Steps before them")->check(CLI::PositiveNumber)->capture_default_str();
+  sub->add_option("--steps", command->steps, "Timed steps")->check(integer_in(1, nn::kMaxCount))->capture_default_str();
+  sub->add_option("--warmup", command->warmup, "Steps before them")->check(integer_in(1, nn::kMaxCount))->capture_default_str();
   sub->add_option("--json", command->json, "Write the results to this file too");
   sub->footer("Example: heddle bench-train configs/tiny.yaml --set train.micro_batch_size=64 --steps 10\n"
               "Nothing of the run is kept: no output folder, no checkpoint.");

@@ -1,9 +1,12 @@
+#include <array>
 #include <iostream>
 
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "nn/checkpoint.h"
 #include "nn/generate.h"
+#include "nn/posix_file.h"
 #include "nn/tokenizer.h"
 
 namespace heddle::examples {
@@ -15,18 +18,26 @@ struct GenerateCommand {
 };
 
 int run_generate(const GenerateCommand& command) {
-  nn::validate(command.sampling);
   if (command.prompt.empty()) throw ConfigError("--prompt: expected at least one byte to continue, got \"\"");
-  const nn::Checkpoint checkpoint = nn::open_checkpoint(command.model, nn::Pick::best);
-  config::RunConfig run = config::load_run_config((checkpoint.folder / "config.yaml").string());
-  run.device = command.device;
-  nn::CausalLM model = make_model(run, choose_model_device(run));
-  nn::load_weights(checkpoint.folder / "model.safetensors", model);
+  const std::filesystem::path folder = nn::open_weights(command.model);
+  // The machine that trained the model need not be this one.
+  const config::RunConfig run =
+      config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=auto"});
+  constexpr std::array kPasses = {AttentionPass::forward};
+  const Device device = choose_attention_device(command.device, attention_problem(run), kPasses, run.attention.kernel);
+  apply_settings(run, device);
+  nn::CausalLM model = make_model(run, device);
+  nn::load_weights(folder / "model.safetensors", model);
   model.eval();
 
   const nn::ByteTokenizer tokenizer;
   const std::vector<std::int32_t> prompt = tokenizer.encode(command.prompt);
-  std::cout << command.prompt << tokenizer.decode(nn::generate(model, prompt, command.sampling)) << '\n';
+  const std::int64_t context = model.config().max_position_embeddings;
+  if (static_cast<std::int64_t>(prompt.size()) > context)
+    std::cerr << "heddle: the prompt has " << prompt.size() << " tokens; the model sees the last " << context << '\n';
+  nn::SamplingOptions sampling = command.sampling;
+  sampling.vocab_size = tokenizer.vocab_size();
+  std::cout << command.prompt << tokenizer.decode(nn::generate(model, prompt, sampling)) << '\n';
   return 0;
 }
 
@@ -37,12 +48,15 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   const auto command = std::make_shared<GenerateCommand>();
   nn::SamplingOptions& sampling = command->sampling;
   sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--prompt", command->prompt, "Text to continue")->required();
-  sub->add_option("--max-new-tokens", sampling.max_new_tokens, "How many tokens to add")->capture_default_str();
-  sub->add_option("--temperature", sampling.temperature, "0 takes the most probable token each time")->capture_default_str();
-  sub->add_option("--top-k", sampling.top_k, "Choose among the k most probable tokens; 0: among all")->capture_default_str();
-  sub->add_option("--top-p", sampling.top_p, "Choose among the fewest tokens with this total probability")->capture_default_str();
-  sub->add_option("--seed", sampling.seed, "The same seed gives the same text")->capture_default_str();
+  sub->add_option("--prompt", command->prompt, "Text to continue; of one longer than the model's context, the end")->required();
+  sub->add_option("--max-new-tokens", sampling.max_new_tokens, "How many tokens to add")->check(integer_in(0))->capture_default_str();
+  sub->add_option("--temperature", sampling.temperature, "0 takes the most probable token each time")
+      ->check(number_in(nn::at_least(0)))->capture_default_str();
+  sub->add_option("--top-k", sampling.top_k, "Choose among the k most probable tokens; 0: among all")
+      ->check(integer_in(0))->capture_default_str();
+  sub->add_option("--top-p", sampling.top_p, "Choose among the fewest tokens with this total probability")
+      ->check(number_in({.low = 0, .high = 1, .low_included = false}))->capture_default_str();
+  sub->add_option("--seed", sampling.seed, "The same seed gives the same text")->check(integer_in(0))->capture_default_str();
   sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
   sub->footer("Example: heddle generate --model runs/tiny --prompt 'Tensor ' --temperature 0.8");
   sub->callback([command, &exit_code] { exit_code = run_generate(*command); });

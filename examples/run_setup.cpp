@@ -1,67 +1,111 @@
 #include "examples/run_setup.h"
 
+#include <algorithm>
+#include <array>
 #include <iostream>
+#include <utility>
 
-#include "kernels/attention/attention.h"
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
 
 namespace heddle::examples {
-
-Device choose_device(const std::string& name) {
-  if (name == "auto") {
-    constexpr Device kFirstGpu{DeviceType::cuda, 0};
-    return device_support(kFirstGpu).ok ? kFirstGpu : kCpu;
-  }
-  const Device device = parse_device(name);
-  const DeviceSupport support = device_support(device);
-  if (!support.ok) throw ConfigError(concat_text("device: cannot use ", name, ": ", support.reason));
-  return device;
-}
-
 namespace {
+
+constexpr Device kFirstGpu{DeviceType::cuda, 0};
+constexpr std::array kBothPasses = {AttentionPass::forward, AttentionPass::backward};
 
 DType model_dtype(const config::RunConfig& run) {
   return run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
 }
 
-// Throws unless the config's attention kernel can run the model forward and backward.
-void check_attention_kernel(const config::RunConfig& run, Device device) {
-  const AttentionProblem problem = {.B = 1,
-                                    .Sq = 1,
-                                    .Sk = 1,
-                                    .Hq = run.model.num_attention_heads,
-                                    .Hkv = run.model.kv_heads(),
-                                    .D = run.model.head_size(),
-                                    .dtype = model_dtype(run),
-                                    .is_causal = true,
-                                    .deterministic = run.attention.deterministic,
-                                    .device = device};
-  for (const AttentionPass pass : {AttentionPass::forward, AttentionPass::backward})
-    select_attention(problem, pass, run.attention.kernel);
+// Throws unless the kernel can run the passes.
+void check_kernel(const AttentionProblem& problem, std::span<const AttentionPass> passes, const std::string& kernel) {
+  for (const AttentionPass pass : passes) select_attention(problem, pass, kernel);
+}
+
+void check_kernel_name(const std::string& kernel) {
+  bool is_known = kernel == "auto";
+  std::string names = "auto";
+  for (const AttentionVariant& variant : attention_variants()) {
+    is_known = is_known || kernel == variant.name;
+    names.append(", ").append(variant.name);
+  }
+  if (!is_known) throw nn::BadValue("attention.kernel", "one of " + names, nn::quoted_text(kernel));
+}
+
+Device choose_training_device(const config::RunConfig& run) {
+  try {
+    return choose_attention_device(run.device, attention_problem(run), kBothPasses, run.attention.kernel);
+  } catch (const Error& error) {
+    const std::string got = concat_text(nn::quoted_text(run.attention.kernel), " (", error.what(), ")");
+    throw nn::BadValue("attention.kernel", "a kernel that can train this model", got);
+  }
 }
 
 }  // namespace
 
-Device choose_model_device(const config::RunConfig& run) {
-  const Device device = choose_device(run.device);
-  if (run.device != "auto" || device.is_cpu()) return device;
+Device choose_device(const std::string& name) {
+  if (name == "auto") return device_support(kFirstGpu).ok ? kFirstGpu : kCpu;
+  const Device device = parse_device(name);
+  const DeviceSupport support = device_support(device);
+  if (!support.ok) throw nn::BadValue("device", "a device that can be used", concat_text(name, " (", support.reason, ")"));
+  return device;
+}
+
+Device choose_attention_device(const std::string& name, AttentionProblem problem, std::span<const AttentionPass> passes,
+                               const std::string& kernel) {
+  problem.device = choose_device(name);
   try {
-    check_attention_kernel(run, device);
-    return device;
+    check_kernel(problem, passes, kernel);
   } catch (const Error& error) {
-    std::cout << "device auto: the CPU, because on " << device << " " << error.what() << '\n';
-    return kCpu;
+    if (name != "auto" || problem.device.is_cpu()) throw;
+    const Device gpu = std::exchange(problem.device, kCpu);
+    check_kernel(problem, passes, kernel);
+    std::cerr << "device auto: the CPU, because on " << gpu << " " << error.what() << '\n';
   }
+  return problem.device;
+}
+
+TrainingSetup load_training(const std::string& path, const std::vector<std::string>& overrides,
+                            std::vector<config::RunCheck> checks) {
+  TrainingSetup out;
+  checks.push_back({{""}, [](const auto& run) { choose_device(run.device); }});
+  checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
+  checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
+  checks.push_back({{"model", "data"}, [&](const auto& run) {
+                      out.data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
+                    }});
+  out.run = config::load_run_config(path, overrides, checks);
+  return out;
+}
+
+void use_threads(std::int64_t wanted, std::string_view source) {
+  const std::int64_t cores = num_cores();
+  if (wanted > cores) std::cerr << "heddle: " << source << " asks for " << wanted << " threads; using " << cores << ", one a core\n";
+  set_num_threads(static_cast<int>(std::min(wanted, cores)));
+}
+
+void apply_settings(const config::RunConfig& run, Device device) {
+  if (run.train.num_threads > 0) use_threads(run.train.num_threads, "train.num_threads");
+  device_context(device).deterministic = run.attention.deterministic;
+  device_context(device).allow_tf32 = run.train.allow_tf32;
 }
 
 nn::CausalLM make_model(const config::RunConfig& run, Device device) {
-  if (run.train.num_threads > 0) set_num_threads(static_cast<int>(run.train.num_threads));
-  device_context(device).deterministic = run.attention.deterministic;
-  device_context(device).allow_tf32 = run.train.allow_tf32;
-  check_attention_kernel(run, device);
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
+}
+
+AttentionProblem attention_problem(const config::RunConfig& run) {
+  return {.B = 1,
+          .Sq = 1,
+          .Sk = 1,
+          .Hq = run.model.num_attention_heads,
+          .Hkv = run.model.kv_heads(),
+          .D = run.model.head_size(),
+          .dtype = model_dtype(run),
+          .is_causal = true,
+          .deterministic = run.attention.deterministic};
 }
 
 }  // namespace heddle::examples

@@ -1,8 +1,14 @@
 #pragma once
 
+#include <memory>
+#include <span>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "configs/run_config.h"
+#include "kernels/attention/attention.h"
+#include "nn/data.h"
 #include "nn/transformer.h"
 
 // What the commands that run a model share.
@@ -13,12 +19,35 @@ namespace heddle::examples {
 // heddle::ConfigError with the reason if a named device cannot be used.
 Device choose_device(const std::string& name);
 
-// The device that runs a config's model. Where "auto" finds a CUDA device on which no attention kernel can run the
-// model forward and backward, it is the CPU, and one line says why.
-Device choose_model_device(const config::RunConfig& run);
+// The same for a command that runs attention of this form (its device is ignored). Where "auto" finds a CUDA device on which
+// no kernel can run the passes, it is the CPU, and one line on standard error says why. Throws heddle::Error if `kernel`
+// cannot run them on the device.
+Device choose_attention_device(const std::string& name, AttentionProblem problem, std::span<const AttentionPass> passes,
+                               const std::string& kernel);
 
-// The model of a config on a device, with weights drawn from the config's seed. Also applies the config's thread count
-// and its wish for deterministic kernels.
+// What a training step needs, from a config file.
+struct TrainingSetup {
+  config::RunConfig run;
+  Device device;
+  std::unique_ptr<nn::Dataset> data;
+};
+
+// Reads a config file and what it names. Throws heddle::ConfigError listing every mistake: those of keys and values, a
+// device or attention kernel that cannot train the model, missing data, and what `checks` refuse.
+TrainingSetup load_training(const std::string& path, const std::vector<std::string>& overrides,
+                            std::vector<config::RunCheck> checks = {});
+
+// Lets CPU kernels use `wanted` threads, but no more than there are cores: those would wait for each other. One line on
+// standard error says so, with the `source` of the wish.
+void use_threads(std::int64_t wanted, std::string_view source);
+
+// Puts a config's thread count, its wish for deterministic kernels and train.allow_tf32 into effect.
+void apply_settings(const config::RunConfig& run, Device device);
+
+// The model of a config on a device, with weights drawn from the config's seed.
 nn::CausalLM make_model(const config::RunConfig& run, Device device);
+
+// The attention of a config's model.
+AttentionProblem attention_problem(const config::RunConfig& run);
 
 }  // namespace heddle::examples

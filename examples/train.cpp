@@ -5,16 +5,20 @@
 #include "examples/commands.h"
 #include "examples/run_setup.h"
 #include "kernels/runtime/parallel.h"
+#include "nn/checkpoint.h"
 #include "nn/posix_file.h"
 #include "nn/trainer.h"
 
 namespace heddle::examples {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr int kInterrupted = 130;  // 128 + SIGINT, as shells report it
 constexpr std::string_view kResumeKey = "train.resume_from_checkpoint";
 
 struct TrainCommand {
+  std::string program;
   std::string config;
   std::vector<std::string> overrides;
   std::string graph;
@@ -48,7 +52,7 @@ std::string shell_quoted(const std::string& text) {
 }
 
 std::string resume_command(const TrainCommand& command) {
-  std::string out = "heddle train " + shell_quoted(command.config);
+  std::string out = shell_quoted(command.program) + " train " + shell_quoted(command.config);
   for (const std::string& setting : command.overrides)
     if (!setting.starts_with(kResumeKey)) out += " --set " + shell_quoted(setting);
   return concat_text(out, " --set ", kResumeKey, "=auto");
@@ -69,23 +73,78 @@ std::string precision_text(const nn::TrainConfig& train) {
   return train.allow_tf32 ? "float32, products on CUDA in TF32 (train.allow_tf32)" : "float32";
 }
 
-int run_train(const TrainCommand& command) {
-  const config::RunConfig run = config::load_run_config(command.config, command.overrides);
-  const std::string yaml = config::to_yaml(run);
-  const Device device = choose_model_device(run);
-  std::cout << yaml << '\n';
-  const auto data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
-  nn::CausalLM model = make_model(run, device);
-  std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n" << "precision: " << precision_text(run.train) << '\n' << "data: " << data->describe() << '\n';
-  print_parameters(model);
+// Whether a file is one that a run wrote: nothing in it gets lost when another run writes it again.
+bool is_resolved_config(const std::string& path) {
+  try {
+    return nn::read_file(path) == config::to_yaml(config::load_run_config(path));
+  } catch (const Error&) {
+    return false;
+  }
+}
 
+void check_output_folder(const std::string& config_path, const config::RunConfig& run) {
+  std::error_code missing;
+  const bool is_same = fs::equivalent(config_path, fs::path(run.train.output_dir) / "config.yaml", missing);
+  if (is_same && !is_resolved_config(config_path)) {
+    throw nn::BadValue("train.output_dir", "another folder than the config file's, where config.yaml is the run's own",
+                       nn::quoted_text(run.train.output_dir));
+  }
+}
+
+// The checkpoint that resume_from_checkpoint means. Throws nn::BadValue if there is none at the path.
+std::optional<nn::Checkpoint> checkpoint_to_resume(const nn::TrainConfig& train) {
+  if (!train.resume_from_checkpoint) return std::nullopt;
+  if (*train.resume_from_checkpoint == "auto") return nn::find_last_checkpoint(train.output_dir);
+  try {
+    return nn::open_checkpoint(*train.resume_from_checkpoint, nn::Pick::last);
+  } catch (const Error& error) {
+    const std::string got = concat_text(nn::quoted_text(*train.resume_from_checkpoint), " (", error.what(), ")");
+    throw nn::BadValue(std::string(kResumeKey), "auto, a checkpoint or the output folder of a run", got);
+  }
+}
+
+// Refuses to continue a checkpoint as another model; returns a warning for everything else that will be different.
+std::vector<std::string> check_resume(const config::RunConfig& run) {
+  const auto from = checkpoint_to_resume(run.train);
+  if (!from) return {};
+  const std::string path = nn::printable_path(from->folder);
+  const auto changes = config::resume_changes(config::load_run_config((from->folder / "config.yaml").string()), run);
+  if (!changes.refused.empty()) {
+    std::string got = path + ", which has ";
+    for (const std::string& change : changes.refused) got += (&change == &changes.refused.front() ? "" : "; ") + change;
+    throw nn::BadValue(std::string(kResumeKey), "a checkpoint of the same model", got);
+  }
+  std::vector<std::string> warnings;
+  for (const std::string& change : changes.noted) warnings.push_back("warning: " + path + " has " + change);
+  return warnings;
+}
+
+int run_train(const TrainCommand& command) {
+  std::vector<std::string> warnings;
+  const auto [run, device, data] = load_training(
+      command.config, command.overrides,
+      {{{"train"}, [&](const auto& config) { check_output_folder(command.config, config); }},
+       {{"model", "data", "train"}, [&](const auto& config) { warnings = check_resume(config); }}});
+  apply_settings(run, device);
+  nn::CausalLM model = make_model(run, device);
+  if (!command.graph.empty()) {
+    nn::write_graph(command.graph, model, data->train_batch(0, run.train.micro_batch_size));
+    std::cout << "wrote " << nn::printable(command.graph) << "; nothing was trained\n";
+    return 0;
+  }
+  const std::string yaml = config::to_yaml(run);
   const InterruptGuard guard;
   nn::Trainer trainer(model, *data, run.train,
-                      {.title = std::filesystem::path(command.config).stem().string(),
+                      {.title = fs::path(command.config).stem().string(),
                        .config_yaml = yaml,
                        .interrupted = [] { return interrupt_requested != 0; }});
+  std::cout << yaml << '\n';
+  for (const std::string& warning : warnings) std::cout << warning << '\n';
+  std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n"
+            << "precision: " << precision_text(run.train) << '\n'
+            << "data: " << data->describe() << '\n';
+  print_parameters(model);
   std::cout << "optimizer: " << trainer.optimizer().describe_groups() << std::endl;
-  if (!command.graph.empty()) nn::write_graph(command.graph, model, data->train_batch(0, run.train.micro_batch_size));
 
   const nn::TrainResult result = trainer.run();
   if (!result.interrupted) return 0;
@@ -99,12 +158,13 @@ int run_train(const TrainCommand& command) {
 
 }  // namespace
 
-void add_train_command(CLI::App& app, int& exit_code) {
+void add_train_command(CLI::App& app, int& exit_code, const std::string& program) {
   CLI::App* sub = app.add_subcommand("train", "Train a model as a config file says");
   const auto command = std::make_shared<TrainCommand>();
+  command->program = program;
   sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required();
   sub->add_option("--set", command->overrides, "Override one value: section.key=value")->allow_extra_args(false);
-  sub->add_option("--graph", command->graph, "Write the graph of the first batch's loss as a Graphviz file");
+  sub->add_option("--graph", command->graph, "Write the graph of the first batch's loss as a Graphviz file, and train nothing");
   sub->footer("Example: heddle train configs/tiny.yaml --set train.max_steps=200\n"
               "Ctrl-C finishes the step, saves a checkpoint and says how to resume.");
   sub->callback([command, &exit_code] { exit_code = run_train(*command); });

@@ -37,13 +37,19 @@ ArithmeticData::ArithmeticData(const DataConfig& config, std::uint64_t seed)
   pair_count_ = range / 2 * (range + 1);
   const std::int64_t split_pairs = std::min(pair_count_, kMaxSplitPairs);
   eval_pairs_ = std::llround(config.validation_fraction * static_cast<double>(split_pairs));
-  HEDDLE_CHECK(eval_pairs_ >= 1 && eval_pairs_ < pair_count_, "data: validation_fraction ", config.validation_fraction,
-               " of ", split_pairs, " pairs holds out ", eval_pairs_, "; training and evaluation need one at least");
-
-  const std::int64_t row_length = static_cast<std::int64_t>(problem_text(0).size()) - 1;
+  if (eval_pairs_ < 1 || eval_pairs_ >= pair_count_) {
+    const std::string expected = concat_text("a share that holds out at least one of ", split_pairs, " pairs and leaves one");
+    throw BadValue("data.validation_fraction", expected, number_text(config.validation_fraction));
+  }
+  const std::int64_t row_length = problem_tokens(config);
   HEDDLE_CHECK(row_length <= config.sequence_length, "data: a problem of ", digits_, " digits takes ", row_length,
                " tokens; sequence_length is ", config.sequence_length);
   set_sizes((pair_count_ - eval_pairs_) * orders(), eval_pairs_ * orders(), row_length);
+}
+
+std::int64_t ArithmeticData::problem_tokens(const DataConfig& config) {
+  // "aa+bb=ccc\n", or a difference with one digit less.
+  return 3 * config.digits + (config.operation == Operation::addition ? 3 : 2);
 }
 
 std::string ArithmeticData::describe() const {

@@ -20,8 +20,11 @@ namespace heddle::nn {
 // is for training.
 class ArithmeticData final : public Dataset {
  public:
-  // Throws heddle::Error if a problem is longer than sequence_length or either split would be empty.
+  // Throws heddle::Error if a problem is longer than sequence_length, nn::BadValue if either split would be empty.
   ArithmeticData(const DataConfig& config, std::uint64_t seed);
+
+  // T: the characters of a problem less the last, which is only predicted.
+  static std::int64_t problem_tokens(const DataConfig& config);
 
   bool has_exact_match() const override { return true; }
   std::string describe() const override;

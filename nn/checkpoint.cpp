@@ -25,6 +25,7 @@ const char* const kWeightsFile = "model.safetensors";
 const char* const kOptimizerFile = "optimizer.safetensors";
 const char* const kStateFile = "trainer_state.json";
 const char* const kConfigFile = "config.yaml";
+const char* const kMetricsFile = "metrics.jsonl";
 const char* const kHeadName = "lm_head.weight";
 const char* const kEmbeddingName = "model.embed_tokens.weight";
 
@@ -44,20 +45,55 @@ std::string state_text(const TrainerState& state) {
   return out.dump(2) + "\n";
 }
 
-TrainerState read_state(const fs::path& path) {
+// An integer in [low, high]; JSON also has fractions and what does not fit 64 bits.
+std::int64_t integer_in(const json& in, const char* key, std::int64_t low, std::int64_t high, const fs::path& path) {
+  const json& value = in.at(key);
+  // JSON numbers compare by value, whether they are held as signed, unsigned or floating.
+  HEDDLE_CHECK(value.is_number_integer() && value >= json(low) && value <= json(high), printable_path(path), ": ", key,
+               " must be an integer in [", low, ", ", high, "], got ", value.dump());
+  return value.get<std::int64_t>();
+}
+
+std::uint64_t random_number(const json& in, const char* key, const fs::path& path) {
+  const json& value = in.at("dropout").at(key);
+  HEDDLE_CHECK(value.is_number_unsigned(), printable_path(path), ": dropout.", key, " must be an integer >= 0 of 64 bits, got ",
+               value.dump());
+  return value.get<std::uint64_t>();
+}
+
+// The step in "checkpoint-<step>", if the name has that form.
+std::optional<std::int64_t> step_in_name(const std::string& name) {
+  if (!name.starts_with(kFolderPrefix)) return std::nullopt;
+  const char* begin = name.data() + kFolderPrefix.size();
+  const char* end = name.data() + name.size();
+  std::int64_t step = 0;
+  const auto [stop, error] = std::from_chars(begin, end, step);
+  if (error != std::errc() || stop != end || step < 0) return std::nullopt;
+  return step;
+}
+
+// The state of the checkpoint in a folder. A folder called checkpoint-<step> holds that step: where a checkpoint stands
+// among the others is read from names and from states.
+TrainerState read_state(const fs::path& folder) {
+  const fs::path path = folder / kStateFile;
   try {
     const json in = json::parse(read_file(path));
     const int version = in.at("format_version").get<int>();
     HEDDLE_CHECK(version == kFormatVersion, printable_path(path), ": format_version is ", version,
                  ", this program reads ", kFormatVersion);
-    TrainerState state{.step = in.at("step"),
-                       .tokens = in.at("tokens"),
-                       .examples = in.at("examples"),
+    constexpr auto kMost = std::int64_t{1} << 53;  // exact in any JSON reader, and a run can go on counting from there
+    const std::int64_t step = integer_in(in, "step", 0, kMost, path);
+    TrainerState state{.step = step,
+                       .tokens = integer_in(in, "tokens", 0, kMost, path),
+                       .examples = integer_in(in, "examples", 0, kMost, path),
                        .data = in.at("data"),
-                       .dropout = {in.at("dropout").at("seed"), in.at("dropout").at("offset")},
+                       .dropout = {random_number(in, "seed", path), random_number(in, "offset", path)},
                        .best_eval_loss = std::nullopt,
-                       .best_step = in.at("best_step")};
+                       .best_step = integer_in(in, "best_step", 0, step, path)};
     if (const json& best = in.at("best_eval_loss"); !best.is_null()) state.best_eval_loss = best.get<double>();
+    const auto named = step_in_name(fs::absolute(folder).lexically_normal().filename().native());
+    HEDDLE_CHECK(!named || *named == step, printable_path(path), ": step is ", step, ", the folder's name says ", *named,
+                 "; was it renamed?");
     return state;
   } catch (const json::exception& error) {
     throw Error(concat_text(printable_path(path), ": not a trainer state: ", error.what()));
@@ -86,6 +122,8 @@ class Restore {
       if (source.shape() != target.tensor.shape() || source.dtype() != target.tensor.dtype())
         problem(file, concat_text(target.name, " is ", source.dtype(), " ", source.shape(), ", expected ",
                                   target.tensor.dtype(), " ", target.tensor.shape()));
+      else if (!first_nonfinite({{target.name, source}}).empty())
+        problem(file, concat_text(target.name, " holds NaN or infinity"));
       copies_.push_back({target.tensor, source});
     }
     for (const std::string& name : file.names())
@@ -125,23 +163,16 @@ void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM
     restore.problem(file, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
 }
 
-// The step in "checkpoint-<step>", if the name has that form.
-std::optional<std::int64_t> step_in_name(const std::string& name) {
-  if (!name.starts_with(kFolderPrefix)) return std::nullopt;
-  const char* begin = name.data() + kFolderPrefix.size();
-  const char* end = name.data() + name.size();
-  std::int64_t step = 0;
-  const auto [stop, error] = std::from_chars(begin, end, step);
-  if (error != std::errc() || stop != end || step < 0) return std::nullopt;
-  return step;
+// Both throw if a file is missing or damaged.
+void check_weights(const fs::path& folder) {
+  const SafetensorsFile header(folder / kWeightsFile);
+  HEDDLE_CHECK(fs::is_regular_file(folder / kConfigFile), printable_path(folder), ": ", kConfigFile, " is missing");
 }
 
-// Throws if a file of the checkpoint is missing or damaged.
 Checkpoint check_folder(const fs::path& folder) {
-  Checkpoint checkpoint{folder, read_state(folder / kStateFile)};
-  for (const char* name : {kWeightsFile, kOptimizerFile}) SafetensorsFile header(folder / name);
-  HEDDLE_CHECK(fs::is_regular_file(folder / kConfigFile), printable_path(folder), ": ", kConfigFile, " is missing");
-  return checkpoint;
+  check_weights(folder);
+  const SafetensorsFile header(folder / kOptimizerFile);
+  return {folder, read_state(folder)};
 }
 
 }  // namespace
@@ -164,7 +195,7 @@ fs::path save_checkpoint(const fs::path& output_dir, const CausalLM& model, cons
 }
 
 TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, const AdamW& optimizer) {
-  const TrainerState state = read_state(folder / kStateFile);
+  const TrainerState state = read_state(folder);
   Restore restore;
   match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
   restore.match(SafetensorsFile(folder / kOptimizerFile), optimizer.state());
@@ -209,25 +240,33 @@ std::optional<Checkpoint> find_best_checkpoint(const fs::path& output_dir) {
 
 Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
   HEDDLE_CHECK(fs::is_directory(path), printable_path(path), " is not a folder; give a checkpoint or the output folder of a run");
-  if (fs::exists(path / kStateFile)) return check_folder(path);
-  const auto found = pick == Pick::best ? find_best_checkpoint(path) : find_last_checkpoint(path);
-  HEDDLE_CHECK(found, printable_path(path), " holds no complete checkpoint");
-  return *found;
+  if (fs::exists(path / kStateFile) || fs::exists(path / kWeightsFile)) return check_folder(path);
+  std::ostringstream damage;
+  const auto last = find_last_checkpoint(path, &damage);
+  HEDDLE_CHECK(last, printable_path(path), " holds no complete checkpoint", damage.view().empty() ? "" : "\n", damage.view());
+  return pick == Pick::best ? *find_best_checkpoint(path) : *last;
+}
+
+fs::path open_weights(const fs::path& path) {
+  if (!fs::exists(path / kStateFile) && !fs::exists(path / kWeightsFile)) return open_checkpoint(path, Pick::best).folder;
+  check_weights(path);
+  return path;
 }
 
 std::optional<fs::path> set_aside(const fs::path& output_dir, std::int64_t step) {
   std::vector<fs::path> moving;
   for (const fs::directory_entry& entry : fs::directory_iterator(output_dir))
     if (const auto found = step_in_name(entry.path().filename().native()); found && *found > step) moving.push_back(entry.path());
-  if (moving.empty()) return std::nullopt;
   if (step < 0)
-    for (const char* name : {"config.yaml", "metrics.jsonl", "loss.svg", "sample.txt"})
+    for (const char* name : {kConfigFile, kMetricsFile, "loss.svg", "sample.txt"})
       if (fs::exists(output_dir / name)) moving.push_back(output_dir / name);
+  if (moving.empty()) return std::nullopt;
 
   int number = 1;
   while (fs::exists(output_dir / concat_text("old-", number))) ++number;
   const fs::path aside = output_dir / concat_text("old-", number);
   fs::create_directory(aside);
+  if (step >= 0 && fs::exists(output_dir / kMetricsFile)) fs::copy_file(output_dir / kMetricsFile, aside / kMetricsFile);
   for (const fs::path& path : moving) fs::rename(path, aside / path.filename());
   return aside;
 }

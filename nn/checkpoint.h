@@ -32,8 +32,9 @@ struct TrainerState {
 std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CausalLM& model,
                                       const AdamW& optimizer, const TrainerState& state, const std::string& config_yaml);
 
-// Restores weights and optimiser bit for bit. Throws heddle::Error naming every tensor that is missing, unexpected or of
-// another shape or dtype, in both files; model and optimiser are then unchanged.
+// Restores weights and optimiser bit for bit. Throws heddle::Error naming every tensor that is missing, unexpected, of
+// another shape or dtype or not finite, in both files, and for a trainer_state.json that no run can have written or that
+// contradicts the folder's name; model and optimiser are then unchanged.
 TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer);
 
 // Restores the weights alone from a model.safetensors, with the same errors. With a tied head the file may hold the
@@ -59,8 +60,13 @@ std::optional<Checkpoint> find_best_checkpoint(const std::filesystem::path& outp
 enum class Pick { last, best };
 Checkpoint open_checkpoint(const std::filesystem::path& path, Pick pick);
 
-// Moves the checkpoints after `step` to a new folder output_dir/old-<n>, and with `step` -1 (a run from scratch) the other
-// files of the earlier run too. Returns that folder; nothing if there was no such checkpoint.
+// The folder of the weights meant by a path: one that holds model.safetensors and config.yaml, whatever else it lacks, or
+// the best checkpoint of a run's output folder. Throws heddle::Error naming what is missing.
+std::filesystem::path open_weights(const std::filesystem::path& path);
+
+// Moves what a run would overwrite to a new folder output_dir/old-<n>: the checkpoints after `step` with a copy of
+// metrics.jsonl, or with `step` -1 (a run from scratch) every checkpoint and every other file of an earlier run. Returns
+// that folder; nothing if there was nothing to move.
 std::optional<std::filesystem::path> set_aside(const std::filesystem::path& output_dir, std::int64_t step);
 
 // Removes the oldest checkpoints until `limit` are left. The last and the best are always kept, so a limit of 1 may leave

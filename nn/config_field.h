@@ -12,6 +12,8 @@
 #include <variant>
 #include <vector>
 
+#include "kernels/runtime/check.h"
+
 namespace heddle::nn {
 
 // Note: One table a config struct
@@ -36,6 +38,10 @@ constexpr Range from_below(double low, double high) { return {.low = low, .high 
 constexpr Range strictly_between(double low, double high) {
   return {.low = low, .high = high, .low_included = false, .high_included = false};
 }
+
+// Of steps, rows and sizes. The product of two of them, and every sum, fits 64 bits.
+inline constexpr double kMaxCount = 1e9;
+constexpr Range count_from(double low) { return between(low, kMaxCount); }
 
 // An enum behind its names.
 struct Choice {
@@ -78,6 +84,21 @@ struct Conflict {
 
 // Throws heddle::ConfigError with one line for every field out of bounds and every conflict.
 void require_valid(std::string_view section, const std::vector<Field>& fields, const std::vector<Conflict>& conflicts);
+
+// A value that is legal in itself but not here: with these data, on this machine, beside what is on the disk.
+class BadValue : public ConfigError {
+ public:
+  BadValue(std::string key, std::string expected, std::string got)
+      : ConfigError(key + ": expected " + expected + ", got " + got),
+        key_(std::move(key)), expected_(std::move(expected)), got_(std::move(got)) {}
+
+  const std::string& key() const { return key_; }  // "data.files"
+  const std::string& expected() const { return expected_; }
+  const std::string& got() const { return got_; }
+
+ private:
+  std::string key_, expected_, got_;
+};
 
 // Shortest text that reads back as the same number, whatever the locale.
 std::string number_text(double value);

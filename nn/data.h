@@ -62,8 +62,8 @@ class Dataset {
 };
 
 // The data set a config asks for. File patterns are relative to `root`. `seed` chooses the order of training examples
-// and, for arithmetic, which pairs are held out. Throws heddle::ConfigError if the config is not valid, heddle::Error
-// if the data cannot be read or is too small to split.
+// and, for arithmetic, which pairs are held out. Throws heddle::ConfigError if the config is not valid, nn::BadValue
+// if the data do not exist or are too small to split, heddle::Error if they cannot be read.
 std::unique_ptr<Dataset> make_dataset(const DataConfig& config, std::uint64_t seed, const std::filesystem::path& root = ".");
 
 // The number of rows whose most probable ids agree with every label that is not kNoLoss.

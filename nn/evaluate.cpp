@@ -32,6 +32,11 @@ std::vector<Row> rows_of(const Batch& batch) {
   return rows;
 }
 
+// The logits an answer is chosen from: those of bytes, where the vocabulary is larger.
+Tensor byte_logits(const Tensor& logits) {  // [B, T, V] -> [B, T, at most 256]
+  return slice(logits, 2, 0, std::min(logits.size(2), ByteTokenizer().vocab_size()));
+}
+
 std::string answers_text(const CausalLM& model, const Dataset& data) {
   const ByteTokenizer tokenizer;
   std::string lines;
@@ -42,7 +47,7 @@ std::string answers_text(const CausalLM& model, const Dataset& data) {
     const std::vector<std::int32_t> answer(answer_start, row.labels.end());
     const auto prompt = std::span(row.ids).first(static_cast<std::size_t>(answer_start - row.labels.begin()) + 1);
     const std::vector<std::int32_t> given =
-        generate(model, prompt, {.max_new_tokens = static_cast<std::int64_t>(answer.size()), .temperature = 0});
+        generate(model, prompt, {.max_new_tokens = static_cast<std::int64_t>(answer.size()), .temperature = 0, .vocab_size = tokenizer.vocab_size()});
     // An answer ends its line; print it without.
     const auto on_one_line = [&](const std::vector<std::int32_t>& ids) {
       std::string text = tokenizer.decode(ids);
@@ -62,7 +67,8 @@ std::string continuation_text(const CausalLM& model, const Dataset& data, std::u
   const Row row = rows_of(data.eval_batch(0, 1)).front();
   const auto prompt = std::span(row.ids).first((row.ids.size() + 1) / 2);
   const std::vector<std::int32_t> continuation =
-      generate(model, prompt, {.max_new_tokens = kSampleTokens, .temperature = 0.8, .top_k = 40, .seed = seed});
+      generate(model, prompt, {.max_new_tokens = kSampleTokens, .temperature = 0.8, .top_k = 40, .seed = seed,
+                               .vocab_size = tokenizer.vocab_size()});
   return concat_text("Held-out text:\n\n", tokenizer.decode(prompt), "\n\nContinued by the model:\n\n",
                      tokenizer.decode(continuation), "\n");
 }
@@ -85,7 +91,7 @@ EvalResult evaluate(CausalLM& model, const Dataset& data, std::int64_t batch_siz
     const Tensor logits = model.forward(batch.input_ids.to(device));  // [B, T, V]
     loss_sum += cross_entropy(logits, batch.labels.to(device), {.reduction = LossReduction::sum}).item();
     labels += count_labels(batch);
-    if (data.has_exact_match()) matches += count_exact_matches(logits, batch.labels);
+    if (data.has_exact_match()) matches += count_exact_matches(byte_logits(logits), batch.labels);
   }
   EvalResult result{.loss = loss_sum / static_cast<double>(labels)};
   if (data.has_exact_match()) result.exact_match = static_cast<double>(matches) / static_cast<double>(examples);

@@ -53,6 +53,7 @@ void validate(const SamplingOptions& options) {
   require(options.max_new_tokens >= 0, "max_new_tokens", "integer >= 0", options.max_new_tokens);
   require(options.temperature >= 0 && std::isfinite(options.temperature), "temperature", "number >= 0", options.temperature);
   require(options.top_k >= 0, "top_k", "integer >= 0", options.top_k);
+  require(options.vocab_size >= 0, "vocab_size", "integer >= 0", options.vocab_size);
   require(options.top_p > 0 && options.top_p <= 1, "top_p", "number in (0, 1]", options.top_p);
   if (!errors.empty()) throw ConfigError(errors);
 }
@@ -96,7 +97,8 @@ std::vector<std::int32_t> generate(const LogitsFn& logits, std::span<const std::
     const Tensor scores = logits(Tensor::from_vector(window, {1, context}));  // [1, context, V]
     HEDDLE_CHECK(scores.rank() == 3 && scores.size(0) == 1 && scores.size(1) == context, "generate: needs logits [1, ", context,
                  ", V], got ", scores.describe());
-    const std::vector<double> last = slice(scores, 1, context - 1, context).to_doubles();
+    std::vector<double> last = slice(scores, 1, context - 1, context).to_doubles();
+    if (options.vocab_size > 0) last.resize(std::min(last.size(), static_cast<std::size_t>(options.vocab_size)));
     const double u = uniform({}, 0, 1, generator, DType::f64).item();
     out.push_back(draw(sampling_distribution(last, options), u));
     ids.push_back(out.back());

@@ -17,6 +17,7 @@ struct SamplingOptions {
   std::int64_t top_k = 0;    // keeps the k most probable ids; 0 keeps all
   double top_p = 1.0;        // in (0, 1]: keeps the fewest most probable ids whose probabilities sum to at least top_p
   std::uint64_t seed = 0;
+  std::int64_t vocab_size = 0;  // takes only ids below it, where a tokenizer has fewer than the model; 0: any
 };
 
 // Throws heddle::ConfigError naming every option out of bounds.

@@ -14,7 +14,6 @@ struct GradcheckCase {
   std::string node;    // the Node it exercises, "MatmulNode"; empty for a module
   std::string inputs;  // "[3, 4] [4, 5], transposed"
   std::function<GradcheckResult()> run;
-  double tolerance = GradcheckOptions{}.tolerance;  // what run() holds the error to
 };
 
 // Every op on dense, transposed, sliced and repeated (stride 0) inputs, then every module, in float64: what

@@ -34,9 +34,11 @@ std::string rate_text(double learning_rate) {
   return out.str();
 }
 
+std::string loss_text(const StepStatus& status) { return "loss " + fixed_text(status.loss, 4); }
+std::string speed_text(const StepStatus& status) { return fixed_text(status.tokens_per_second, 0) + " tokens/s"; }
+
 std::string status_text(const StepStatus& status) {
-  return concat_text("loss ", fixed_text(status.loss, 4), "  lr ", rate_text(status.learning_rate), "  ",
-                     fixed_text(status.tokens_per_second, 0), " tokens/s");
+  return concat_text(loss_text(status), "  lr ", rate_text(status.learning_rate), "  ", speed_text(status));
 }
 
 int terminal_columns() {
@@ -102,10 +104,13 @@ void Progress::finish() {
 }
 
 void Progress::draw() {
-  const std::string numbers = concat_text(counts_text(), "  ", status_text(*status_), "  ", eta_text());
   // One column stays free: a full line would wrap on some terminals.
   const int columns = std::max(target_.width() - 1, 0);
-  const int bar_columns = columns - static_cast<int>(numbers.size()) - 3;  // two brackets and a space
+  const auto bar_beside = [&](const std::string& text) { return columns - static_cast<int>(text.size()) - 3; };  // "[] "
+  std::string numbers = concat_text(counts_text(), "  ", status_text(*status_), "  ", eta_text());
+  if (bar_beside(numbers) < kNarrowestBar)  // a narrow terminal: the bar matters more than the learning rate
+    numbers = concat_text(counts_text(), "  ", loss_text(*status_), "  ", speed_text(*status_), "  ", eta_text());
+  const int bar_columns = bar_beside(numbers);
   const double fraction = static_cast<double>(status_->step) / static_cast<double>(max_steps_);
   const std::string line = bar_columns >= kNarrowestBar ? concat_text(bar_text(fraction, bar_columns), ' ', numbers) : numbers;
   target_.out << kClearLine << line.substr(0, static_cast<std::size_t>(columns)) << std::flush;

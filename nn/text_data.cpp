@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iterator>
 #include <set>
 #include <system_error>
 #include <utility>
+
+#include "nn/posix_file.h"
 
 namespace heddle::nn {
 namespace {
@@ -61,11 +62,16 @@ std::string hash_of(const std::vector<std::int32_t>& tokens) {
 std::vector<fs::path> find_files(const std::vector<std::string>& patterns, const fs::path& root) {
   HEDDLE_CHECK(!patterns.empty(), "data: files is empty; give at least one pattern, such as \"**/*.md\"");
   std::set<fs::path> found;
+  std::string unmatched;
   for (const std::string& pattern : patterns) {
     std::set<fs::path> matches;
     expand(root, components_of(pattern), 0, matches);
-    HEDDLE_CHECK(!matches.empty(), "data: files: \"", pattern, "\" matches no file in ", fs::absolute(root).lexically_normal().string());
+    if (matches.empty()) unmatched.append(unmatched.empty() ? "" : ", ").append(quoted_text(pattern));
     found.merge(matches);
+  }
+  if (!unmatched.empty()) {
+    const std::string where = printable_path(fs::absolute(root).lexically_normal());
+    throw BadValue("data.files", "patterns that each match a file in " + where, unmatched);
   }
   return {found.begin(), found.end()};
 }
@@ -73,12 +79,7 @@ std::vector<fs::path> find_files(const std::vector<std::string>& patterns, const
 TextCorpus read_text(const std::vector<std::string>& patterns, const fs::path& root) {
   const std::vector<fs::path> paths = find_files(patterns, root);
   std::string text;
-  for (const fs::path& path : paths) {
-    const std::size_t start = text.size(), count = fs::file_size(path);
-    text.resize(start + count);
-    std::ifstream file(path, std::ios::binary);
-    HEDDLE_CHECK(file.read(text.data() + start, static_cast<std::streamsize>(count)), "data: cannot read ", path.string());
-  }
+  for (const fs::path& path : paths) text += read_file(path);
   return {concat_text(paths.size(), paths.size() == 1 ? " file" : " files"), ByteTokenizer().encode(text)};
 }
 
@@ -86,12 +87,16 @@ TextData::TextData(TextCorpus corpus, std::int64_t sequence_length, double valid
     : Dataset(seed), corpus_(std::move(corpus)) {
   const std::int64_t window = sequence_length + 1;
   const auto token_count = static_cast<std::int64_t>(corpus_.tokens.size());
-  HEDDLE_CHECK(token_count >= window, "data: ", token_count, " tokens, need at least ", window,
-               " (sequence_length + 1); add text or shorten sequence_length");
+  if (token_count < window) {
+    throw BadValue("data.sequence_length", concat_text("fewer than the ", token_count, " tokens of the text"),
+                   std::to_string(sequence_length));
+  }
   const std::int64_t windows = token_count / window;
   const std::int64_t held_out = std::llround(validation_fraction * static_cast<double>(windows));
-  HEDDLE_CHECK(held_out >= 1, "data: validation_fraction ", validation_fraction, " of ", windows, " windows of ", window,
-               " tokens holds out none; raise it, add text or shorten sequence_length");
+  const std::string split = concat_text("of the ", windows, " windows of ", window, " tokens");
+  if (held_out < 1) {
+    throw BadValue("data.validation_fraction", "a share that holds out at least one " + split, number_text(validation_fraction));
+  }
 
   std::int64_t start = 0, train_size = 0;
   const auto add_stretch = [&](std::int64_t end) {
@@ -107,8 +112,10 @@ TextData::TextData(TextCorpus corpus, std::int64_t sequence_length, double valid
     start = held_out_start + window;
   }
   add_stretch(token_count);
-  HEDDLE_CHECK(train_size >= 1, "data: validation_fraction ", validation_fraction, " of ", windows, " windows of ", window,
-               " tokens leaves none for training; lower it, add text or shorten sequence_length");
+  if (train_size < 1) {
+    throw BadValue("data.validation_fraction", "a share that leaves at least one for training " + split,
+                   number_text(validation_fraction));
+  }
   set_sizes(train_size, held_out, sequence_length);
 }
 

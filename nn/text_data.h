@@ -12,7 +12,7 @@ namespace heddle::nn {
 
 // The files that match one of the patterns, each once and sorted by name. Patterns are relative to `root`, or absolute. In
 // a pattern `*`, `?` and `[...]` match within one name, `**` any number of folders. Wildcards match no hidden name, and
-// `**` enters no folder called build or runs. Throws heddle::Error naming a pattern that matches nothing.
+// `**` enters no folder called build or runs. Throws nn::BadValue naming every pattern that matches nothing.
 std::vector<std::filesystem::path> find_files(const std::vector<std::string>& patterns, const std::filesystem::path& root);
 
 struct TextCorpus {
@@ -21,7 +21,7 @@ struct TextCorpus {
 };
 
 // The bytes of all matching files as tokens, one file after the other; see find_files. Any bytes are text, UTF-8 or not.
-// Throws heddle::Error naming a file that cannot be read.
+// Throws heddle::Error naming a file that cannot be read, and why.
 TextCorpus read_text(const std::vector<std::string>& patterns, const std::filesystem::path& root);
 
 // Windows of sequence_length + 1 tokens of one long text.
@@ -32,7 +32,7 @@ TextCorpus read_text(const std::vector<std::string>& patterns, const std::filesy
 // text. Training windows start at any token, as long as they touch no held-out one; an epoch uses every start once.
 class TextData final : public Dataset {
  public:
-  // Throws heddle::Error if the text is shorter than one window or either split would be empty.
+  // Throws nn::BadValue if the text is shorter than one window or either split would be empty.
   TextData(TextCorpus corpus, std::int64_t sequence_length, double validation_fraction, std::uint64_t seed);
 
   bool has_exact_match() const override { return false; }

@@ -69,7 +69,6 @@ std::optional<Checkpoint> Trainer::checkpoint_to_resume() const {
 
 void Trainer::resume_or_start() {
   std::ostream& out = options_.progress.out;
-  std::int64_t kept_step = -1;  // how far the files in the output folder belong to this run
   if (const auto from = checkpoint_to_resume()) {
     HEDDLE_CHECK(from->state.data == state_.data, "resume: ", printable_path(from->folder), " was trained on other data. Then: ",
                  from->state.data, ". Now: ", state_.data,
@@ -77,7 +76,7 @@ void Trainer::resume_or_start() {
     state_ = load_checkpoint(from->folder, model_, optimizer_);
     out << "resuming from " << printable_path(from->folder) << ", step " << state_.step << std::endl;
     if (fs::canonical(from->folder).parent_path() == fs::canonical(folder_.path())) {
-      kept_step = state_.step;
+      kept_step_ = state_.step;
       last_checkpoint_ = from->folder;
     } else {
       state_.best_eval_loss.reset();
@@ -86,13 +85,16 @@ void Trainer::resume_or_start() {
   } else if (config_.resume_from_checkpoint) {
     out << "no checkpoint in " << printable_path(folder_.path()) << "; starting from scratch" << std::endl;
   }
-  if (const auto aside = set_aside(folder_.path(), kept_step))
-    out << "moved the earlier " << (kept_step < 0 ? "run" : "checkpoints after that step") << " in "
-        << printable_path(folder_.path()) << " to " << printable_path(*aside) << std::endl;
   if (config_.warmup_steps > config_.max_steps)
     out << "note: warmup_steps " << config_.warmup_steps << " exceeds max_steps " << config_.max_steps
         << "; the learning rate never reaches " << config_.learning_rate << std::endl;
-  metrics_.emplace(file("metrics.jsonl"), kept_step);
+}
+
+void Trainer::take_folder(Progress& progress) {
+  if (const auto aside = set_aside(folder_.path(), kept_step_))
+    progress.message(concat_text("moved the earlier ", kept_step_ < 0 ? "run" : "checkpoints after that step", " in ",
+                                 printable_path(folder_.path()), " to ", printable_path(*aside)));
+  metrics_.emplace(file("metrics.jsonl"), kept_step_);
   write_file(file("config.yaml"), options_.config_yaml);
 }
 
@@ -111,6 +113,7 @@ TrainResult Trainer::run() {
     const bool is_best = is_eval_due && evaluate_now(progress);
     if (is_last_step() || is_best || is_interrupted || is_due(config_.save_steps)) save_now(progress);
   }
+  if (!metrics_) take_folder(progress);  // a resumed run that was already at its end
   if (!is_interrupted) finish(progress);
   return {.step = state_.step, .interrupted = is_interrupted, .checkpoint = last_checkpoint_};
 }
@@ -189,7 +192,11 @@ void Trainer::save_now(Progress& progress) {
     progress.message(concat_text("warning: step ", state_.step, ": no checkpoint, because the loss or a gradient is not finite"));
     return;
   }
-  last_checkpoint_ = save_checkpoint(folder_.path(), model_, optimizer_, state_, options_.config_yaml);
+  try {
+    last_checkpoint_ = save_checkpoint(folder_.path(), model_, optimizer_, state_, options_.config_yaml);
+  } catch (const Error& error) {
+    throw Error(concat_text("train: no checkpoint of step ", state_.step, ": ", error.what(), "; ", last_checkpoint_text()));
+  }
   prune_checkpoints(folder_.path(), config_.save_total_limit);
   progress.message("saved " + printable_path(last_checkpoint_));
 }
@@ -200,16 +207,19 @@ void Trainer::stop_if_diverged() const {
   const std::string what = nonfinite_in_a_row_ > 0
                                ? concat_text("loss or a gradient was not finite ", nonfinite_in_a_row_, " times in a row")
                                : std::string("evaluation loss is not finite");
-  const std::string kept = last_checkpoint_.empty() ? "there is no checkpoint"
-                                                    : "the last checkpoint is " + printable_path(last_checkpoint_);
-  throw Error(concat_text("train: stopped at step ", state_.step, ": the ", what, "; ", kept,
+  throw Error(concat_text("train: stopped at step ", state_.step, ": the ", what, "; ", last_checkpoint_text(),
                           "; try a lower learning_rate or a longer warm-up"));
+}
+
+std::string Trainer::last_checkpoint_text() const {
+  return last_checkpoint_.empty() ? "there is no checkpoint" : "the last checkpoint is " + printable_path(last_checkpoint_);
 }
 
 void Trainer::finish(Progress& progress) {
   stop_if_diverged();
   draw_chart();
   write_file(file("sample.txt"), sample_text(model_, data_, static_cast<std::uint64_t>(config_.seed)));
+  progress.finish();
   if (state_.best_eval_loss)
     progress.message(concat_text("best eval loss ", *state_.best_eval_loss, " at step ", state_.best_step));
   progress.message(concat_text("results in ", printable_path(folder_.path()), ": metrics.jsonl, loss.svg, sample.txt"));

@@ -54,14 +54,15 @@ struct TrainResult {
 // Note: Output folder
 // config.yaml, metrics.jsonl, loss.svg, sample.txt (at the end) and checkpoint-<step>. A checkpoint is written every save_steps,
 // whenever an evaluation is the best so far, at the end and on an interrupt; save_total_limit are kept, among them
-// always the best and the last. The folder belongs to one process at a time. A run from scratch in a folder that holds
-// checkpoints first moves that run to old-<n> inside it; a resumed run moves there only the checkpoints after the one it
-// continues, and cuts metrics.jsonl at that step.
+// always the best and the last. The folder belongs to one process at a time. A run from scratch moves what an earlier
+// one left there to old-<n> inside it; a resumed run moves there only the checkpoints after the one it continues, and cuts
+// metrics.jsonl at that step. Both wait for the first step to succeed, so a run that cannot start changes nothing.
+// No old-<n> is ever removed: that is for the user to do.
 //
 // A resumed run continues bit for bit: weights, moments, step, random numbers and position in the data are restored.
 class Trainer {
  public:
-  // Takes the output folder and restores resume_from_checkpoint: "auto" is the last checkpoint in output_dir, a run from
+  // Locks the output folder and restores resume_from_checkpoint: "auto" is the last checkpoint in output_dir, a run from
   // scratch if there is none; a path is a checkpoint or the output folder of a run. The references must outlive the
   // trainer. Throws heddle::Error if the folder cannot be written or is in use, or the checkpoint does not fit or comes
   // from other data.
@@ -80,6 +81,7 @@ class Trainer {
 
   void resume_or_start();
   std::optional<Checkpoint> checkpoint_to_resume() const;
+  void take_folder(Progress& progress);  // Note: Output folder
 
   // A step whose work has been handed to the device. `update` is absent if no token carried loss.
   struct PendingStep {
@@ -101,6 +103,7 @@ class Trainer {
   void save_now(Progress& progress);
   void finish(Progress& progress);
   void stop_if_diverged() const;
+  std::string last_checkpoint_text() const;
 
   void report(StepMetrics metrics, Progress& progress);
   void draw_chart() const;
@@ -118,7 +121,8 @@ class Trainer {
   OutputFolder folder_;
   AdamW optimizer_;
   TrainerState state_;
-  std::optional<MetricsLog> metrics_;
+  std::int64_t kept_step_ = -1;  // how far the files in the output folder belong to this run
+  std::optional<MetricsLog> metrics_;  // none before take_folder
   std::deque<PendingStep> pending_;
   std::int64_t nonfinite_in_a_row_ = 0;
   bool is_eval_finite_ = true;

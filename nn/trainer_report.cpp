@@ -9,6 +9,7 @@
 namespace heddle::nn {
 
 void Trainer::report(StepMetrics metrics, Progress& progress) {
+  if (!metrics_) take_folder(progress);  // after the first step
   const double seconds = std::chrono::duration<double>(timed_).count();
   metrics.tokens_per_second = static_cast<double>(timed_tokens_) / seconds;
   metrics.step_ms = 1000 * seconds / static_cast<double>(timed_steps_);

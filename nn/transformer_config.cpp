@@ -1,11 +1,13 @@
 #include "nn/transformer_config.h"
 
+#include "kernels/attention/attention.h"
+
 namespace heddle::nn {
 namespace {
 
 constexpr EnumNames<Architecture> kArchitectures{kArchitectureNames};
 constexpr EnumNames<Activation> kActivations{kActivationNames};
-constexpr std::int64_t kMaxHeadDim = 256;  // of the attention kernels
+constexpr double kMaxLayers = 10'000;  // ten times the deepest models there are
 
 }  // namespace
 
@@ -22,15 +24,15 @@ TransformerConfig TransformerConfig::resolved() const {
 }
 
 std::vector<Field> fields(TransformerConfig& c) {
-  const Range positive = at_least(1);
+  const Range positive = count_from(1);
   return {
       {"architecture", choice(c.architecture, kArchitectures), {.required = true}},
       {"vocab_size", &c.vocab_size, {.range = positive}},
       {"hidden_size", &c.hidden_size, {.range = positive, .required = true}},
-      {"num_hidden_layers", &c.num_hidden_layers, {.range = positive, .required = true}},
+      {"num_hidden_layers", &c.num_hidden_layers, {.range = between(1, kMaxLayers), .required = true}},
       {"num_attention_heads", &c.num_attention_heads, {.range = positive, .required = true}},
       {"num_key_value_heads", &c.num_key_value_heads, {.range = positive, .derived = "num_attention_heads"}},
-      {"head_dim", &c.head_dim, {.range = between(1, kMaxHeadDim), .derived = "hidden_size / num_attention_heads"}},
+      {"head_dim", &c.head_dim, {.range = between(1, kAttentionMaxHeadSize), .derived = "hidden_size / num_attention_heads"}},
       {"intermediate_size", &c.intermediate_size, {.range = positive, .derived = "4 * hidden_size"}},
       {"max_position_embeddings", &c.max_position_embeddings, {.range = positive, .required = true}},
       {"tie_word_embeddings", &c.tie_word_embeddings, {.derived = "true for gpt2, false for llama"}},
@@ -55,8 +57,8 @@ std::vector<Conflict> conflicts(const TransformerConfig& c) {
   if (!has_whole_heads) {
     out.push_back({"hidden_size", "a multiple of", "num_attention_heads", number(heads), number(c.hidden_size)});
   }
-  if (!c.head_dim && c.head_size() > kMaxHeadDim) {
-    const std::string at_most = "at most " + number(kMaxHeadDim) + " times";
+  if (!c.head_dim && c.head_size() > kAttentionMaxHeadSize) {
+    const std::string at_most = "at most " + number(kAttentionMaxHeadSize) + " times";
     out.push_back({"hidden_size", at_most, "num_attention_heads", number(heads), number(c.hidden_size)});
   }
   if (c.kv_heads() > 0 && heads % c.kv_heads() != 0) {

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -11,6 +10,8 @@
 #include "configs/yaml_reader.h"
 #include "kernels/runtime/check.h"
 #include "nn/arithmetic_data.h"
+#include "nn/posix_file.h"
+#include "tests/support/temp_folder.h"
 
 namespace heddle::config {
 namespace {
@@ -29,20 +30,13 @@ train:
   max_steps: 10
 )";
 
-std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 // Messages hold the path as it was given, so the tests run at the root of the sources and give relative paths.
 class Config : public testing::Test {
  protected:
   void SetUp() override { fs::current_path(HEDDLE_SOURCE_DIR); }
-  void TearDown() override { fs::remove_all(folder_); }
 
   // A file of the test's own, gone after the test.
   std::string write(std::string_view text, const std::string& name = "run.yaml") {
-    fs::create_directories(folder_);
     const fs::path path = folder_ / name;
     std::ofstream(path, std::ios::binary) << text;
     return path.string();
@@ -70,7 +64,7 @@ class Config : public testing::Test {
     return out;
   }
 
-  const fs::path folder_ = fs::temp_directory_path() / ("heddle_config_test_" + std::to_string(::getpid()));
+  const test::TempFolder folder_;
 };
 
 TEST_F(Config, EveryShippedConfigLoadsAndNamesItsOutputAfterItself) {
@@ -89,7 +83,7 @@ TEST_F(Config, EveryBadConfigGivesExactlyItsMessages) {
 
   for (const fs::path& file : files) {
     fs::path expected = file;
-    EXPECT_EQ(mistakes(file.string()) + "\n", read_text(expected.replace_extension(".expected"))) << file;
+    EXPECT_EQ(mistakes(file.string()) + "\n", nn::read_file(expected.replace_extension(".expected"))) << file;
   }
 }
 
@@ -149,7 +143,7 @@ TEST_F(Config, ReadmeTableListsEveryKeyWithItsBoundAndDefault) {
   }
 
   std::vector<std::string> rows;
-  const std::string text = read_text("configs/README.md");
+  const std::string text = nn::read_file("configs/README.md");
   std::istringstream readme(text.substr(text.find("## Keys")));
   for (std::string line; std::getline(readme, line);)
     if (line.starts_with("| `")) rows.push_back(line);
@@ -229,7 +223,7 @@ TEST_F(Config, OverridesAreCheckedLikeTheFile) {
 
   EXPECT_EQ(mistakes(path, overrides),
             "--set train.max_step: expected a known key, got \"max_step\"; did you mean max_steps?\n"
-            "--set train.micro_batch_size: expected integer >= 1, got \"eight\"\n"
+            "--set train.micro_batch_size: expected integer in [1, 1e+09], got \"eight\"\n"
             "--set train.min_learning_rate: expected at most train.learning_rate (0.001, the default), got 11\n"
             "--set model.num_layers.x: expected a known key, got \"num_layers.x\"; configs/README.md lists the keys\n"
             "--set data: expected a map of keys, got a list\n"
@@ -282,7 +276,55 @@ TEST_F(Config, WindowsLineEndsAndByteOrderMarkAreIgnored) {
 }
 
 TEST_F(Config, DeeplyNestedFileIsRefused) {
-  EXPECT_NE(mistakes(write("a: " + std::string(100000, '['))), "");
+  const std::string message = mistakes(write("a: " + std::string(100000, '[')));
+
+  EXPECT_NE(message.find(": expected a few levels of nesting, got "), std::string::npos) << message;
+}
+
+TEST_F(Config, QuoteThatIsNeverClosedIsRefusedHoweverTheTextEnds) {
+  const std::string good(kRequiredKeys);
+  for (const char* end : {"'", "\"", "'text", "\"text\n\n", "'it''s", "\"a\n  b\n"})
+    EXPECT_NE(mistakes(write(good + "  output_dir: " + end)).find("expected a closing quote after this, got the end of the text"),
+              std::string::npos) << end;
+  for (const char* end : {"'a'", "\"a\\\"b\"", "'it''s' # a comment", "plain # not 'closed", "\"a\n  b\""})
+    EXPECT_EQ(mistakes(write(good + "  output_dir: " + end)), "") << end;
+  EXPECT_EQ(mistakes(write(good), {"train.output_dir=\"x"}),
+            "--set train.output_dir: expected a closing quote after this, got the end of the text");
+}
+
+TEST_F(Config, WhatChecksRefuseIsAmongTheMistakes) {
+  const std::string path = write(std::string(kRequiredKeys) + "  seed: -1\ndevice: cuda:7\n");
+  const auto refuse = [](const char* key) {
+    return [key](const RunConfig&) { throw nn::BadValue(key, "another", "this"); };
+  };
+  const std::vector<RunCheck> checks = {{{""}, refuse("device")}, {{"data"}, refuse("data.files")}, {{"model", "train"}, refuse("train.max_steps")}};
+
+  std::string message;
+  try {
+    load_run_config(path, {"data.validation_fraction=0.5"}, checks);
+  } catch (const ConfigError& error) {
+    message = error.what();
+  }
+
+  EXPECT_EQ(message, path + ":7:1: data.files: expected another, got this (the default)\n" +
+                         path + ":11:9: train.seed: expected integer >= 0, got -1\n" +
+                         path + ":12:9: device: expected another, got this");
+}
+
+TEST_F(Config, ResumeRefusesAnotherFunctionAndNotesAnotherTraining) {
+  const RunConfig before = load(write(kRequiredKeys));
+  const auto changes = [&](const std::vector<std::string>& overrides) { return resume_changes(before, load(write(kRequiredKeys), overrides)); };
+
+  const std::vector<std::string> function{"model.rope_theta=500", "model.num_attention_heads=4", "model.rms_norm_eps=1e-3", "train.precision=bf16"};
+  EXPECT_EQ(changes(function).refused,
+            (std::vector<std::string>{"model.num_attention_heads 6, here 4", "model.num_key_value_heads 6, here 4", "model.head_dim 8, here 12",
+                                      "model.rms_norm_eps 1e-06, here 0.001", "model.rope_theta 10000, here 500", "train.precision fp32, here bf16"}));
+  const ResumeChanges course = changes({"train.seed=2", "train.micro_batch_size=3", "train.max_steps=20", "model.resid_pdrop=0.5"});
+  EXPECT_EQ(course.noted, (std::vector<std::string>{"model.resid_pdrop 0, here 0.5", "train.max_steps 10, here 20",
+                                                    "train.micro_batch_size 16, here 3", "train.seed 1337, here 2"}));
+  EXPECT_TRUE(course.refused.empty());
+  const ResumeChanges free = changes({"train.output_dir=x", "train.resume_from_checkpoint=auto", "train.save_steps=1", "device=cpu"});
+  EXPECT_TRUE(free.refused.empty() && free.noted.empty());
 }
 
 TEST(TransformerConfig, ValidateNamesEveryBadKeyAndRule) {
@@ -297,7 +339,7 @@ TEST(TransformerConfig, ValidateNamesEveryBadKeyAndRule) {
     FAIL() << "accepted";
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(),
-                 "model.num_hidden_layers: expected integer >= 1, got 0\n"
+                 "model.num_hidden_layers: expected integer in [1, 10000], got 0\n"
                  "model.rms_norm_eps: expected number > 0, got 0\n"
                  "model.hidden_size: expected a multiple of num_attention_heads (3), got 10");
   }
@@ -312,7 +354,7 @@ TEST(TrainConfig, ValidateNamesEveryBadKeyAndRule) {
   } catch (const ConfigError& error) {
     EXPECT_STREQ(error.what(),
                  "train.learning_rate: expected number > 0, got inf\n"
-                 "train.warmup_steps: expected integer >= 0, got -1");
+                 "train.warmup_steps: expected integer in [0, 1e+09], got -1");
   }
 }
 

@@ -140,27 +140,27 @@ TEST(TextData, HeldOutWindowsDoNotDependOnTheSeed) {
 TEST(TextData, TextShorterThanAWindowSaysWhatItNeeds) {
   const auto make = [] { TextData(counted(500), /*sequence_length=*/1024, 0.05, 1); };
 
-  EXPECT_EQ(error_of(make), "data: 500 tokens, need at least 1025 (sequence_length + 1); add text or shorten sequence_length");
+  EXPECT_EQ(error_of(make), "data.sequence_length: expected fewer than the 500 tokens of the text, got 1024");
 }
 
 TEST(TextData, EmptyTextIsTooShort) {
   const auto make = [] { TextData(counted(0), /*sequence_length=*/4, 0.05, 1); };
 
-  EXPECT_EQ(error_of(make), "data: 0 tokens, need at least 5 (sequence_length + 1); add text or shorten sequence_length");
+  EXPECT_EQ(error_of(make), "data.sequence_length: expected fewer than the 0 tokens of the text, got 4");
 }
 
 TEST(TextData, EmptyHeldOutSplitIsRefused) {
   const auto make = [] { TextData(counted(90), /*sequence_length=*/9, /*validation_fraction=*/0.05, 1); };
 
-  EXPECT_EQ(error_of(make), "data: validation_fraction 0.05 of 9 windows of 10 tokens holds out none; raise it, add text or "
-                            "shorten sequence_length");
+  EXPECT_EQ(error_of(make), "data.validation_fraction: expected a share that holds out at least one of the 9 windows of 10 "
+                            "tokens, got 0.05");
 }
 
 TEST(TextData, EmptyTrainingSplitIsRefused) {
   const auto make = [] { TextData(counted(19), /*sequence_length=*/9, /*validation_fraction=*/0.5, 1); };
 
-  EXPECT_EQ(error_of(make), "data: validation_fraction 0.5 of 1 windows of 10 tokens leaves none for training; lower it, add "
-                            "text or shorten sequence_length");
+  EXPECT_EQ(error_of(make), "data.validation_fraction: expected a share that leaves at least one for training of the 1 "
+                            "windows of 10 tokens, got 0.5");
 }
 
 TEST_F(TextFiles, PatternsFindSortedFilesOnce) {
@@ -195,10 +195,11 @@ TEST_F(TextFiles, LinksThatLeadNowhereAreNoFiles) {
   EXPECT_EQ(found({"**/*.h"}), (std::vector<std::string>{"a.h"}));
 }
 
-TEST_F(TextFiles, PatternWithoutFilesIsNamed) {
+TEST_F(TextFiles, EveryPatternWithoutFilesIsNamed) {
   write("a.h", "x");
 
-  EXPECT_EQ(error_of([&] { find_files({"*.h", "**/*.rs"}, root_); }), "data: files: \"**/*.rs\" matches no file in " + root_.string());
+  EXPECT_EQ(error_of([&] { find_files({"*.h", "**/*.rs", "b.h"}, root_); }),
+            "data.files: expected patterns that each match a file in " + root_.string() + ", got \"**/*.rs\", \"b.h\"");
 }
 
 TEST_F(TextFiles, BytesAreReadAsTheyAre) {
@@ -369,7 +370,7 @@ TEST(ArithmeticData, EmptyHeldOutSplitIsRefused) {
   config.validation_fraction = 0.005;
 
   EXPECT_EQ(error_of([&] { ArithmeticData(config, 1); }),
-            "data: validation_fraction 0.005 of 55 pairs holds out 0; training and evaluation need one at least");
+            "data.validation_fraction: expected a share that holds out at least one of 55 pairs and leaves one, got 0.005");
 }
 
 TEST(MakeDataset, BadConfigIsAConfigError) {

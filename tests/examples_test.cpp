@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "autograd/random.h"
+#include "nn/posix_file.h"
 #include "nn/safetensors.h"
 #include "tests/support/temp_folder.h"
 
@@ -37,11 +38,6 @@ Outcome run(const std::string& command) {
 
 Outcome heddle(const std::string& arguments) { return run(HEDDLE_BINARY " " + arguments); }
 
-std::string read_text(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
 // A run of three updates of a shipped config.
 std::string train_three_steps(const std::string& config, const fs::path& folder) {
   return "train " + config + " --set train.max_steps=3 --set train.logging_steps=1 --set train.eval_iters=1" +
@@ -59,7 +55,7 @@ TEST_P(ShippedConfig, TrainsAndLeavesACompleteRun) {
   for (const char* name : {"config.yaml", "metrics.jsonl", "loss.svg", "sample.txt", "checkpoint-3/model.safetensors",
                            "checkpoint-3/optimizer.safetensors", "checkpoint-3/trainer_state.json", "checkpoint-3/config.yaml"})
     EXPECT_TRUE(fs::exists(folder.path() / "run" / name)) << name;
-  const std::string metrics = read_text(folder.path() / "run/metrics.jsonl");
+  const std::string metrics = nn::read_file(folder.path() / "run/metrics.jsonl");
   for (const char* key : {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_ms", "eval_loss"})
     EXPECT_NE(metrics.find('"' + std::string(key) + "\":"), std::string::npos) << key << " in " << metrics;
   EXPECT_EQ(metrics.find("eval_exact_match") != std::string::npos, GetParam() == "arithmetic");
@@ -80,16 +76,17 @@ TEST(Tool, GeneratesTheSameTextFromTheSameSeed) {
   EXPECT_EQ(first.output, second.output);
 }
 
-TEST(Tool, WritesTheGraphOfOneStep) {
+TEST(Tool, GraphOptionWritesTheGraphAndTrainsNothing) {
   const test::TempFolder folder;
   const fs::path graph = folder.path() / "out.dot";
 
   const Outcome outcome = heddle(train_three_steps("configs/tiny.yaml", folder.path() / "run") + " --graph " + graph.string());
 
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
-  const std::string dot = read_text(graph);
+  const std::string dot = nn::read_file(graph);
   EXPECT_EQ(dot.substr(0, 16), "digraph heddle {");
   EXPECT_NE(dot.find("model.layers.3.self_attn.o_proj.weight"), std::string::npos);
+  EXPECT_FALSE(fs::exists(folder.path() / "run"));
 }
 
 TEST(Tool, AttentionWritesOutputsAndGradients) {
@@ -126,7 +123,7 @@ TEST(Tool, BenchAttentionTimesBothPassesAndWritesThem) {
                                  "--causal --json " + json);
 
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
-  const std::string written = read_text(json);
+  const std::string written = nn::read_file(json);
   for (const char* key : {"\"fwd\"", "\"bwd\"", "\"median_ms\"", "\"tflops\"", "\"gemm_tflops\"", "\"skipped\""})
     EXPECT_NE(written.find(key), std::string::npos) << key << " in " << written;
 }
@@ -141,7 +138,7 @@ TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
   for (const char* text : {"steps/s", "tokens/s", "TFLOP/s", "GiB at the peak"})
     EXPECT_NE(outcome.output.find(text), std::string::npos) << text << " in " << outcome.output;
-  EXPECT_NE(read_text(json).find("\"tokens_per_second\""), std::string::npos);
+  EXPECT_NE(nn::read_file(json).find("\"tokens_per_second\""), std::string::npos);
   EXPECT_FALSE(fs::exists(run_folder));
 }
 
@@ -157,27 +154,102 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
   for (const char* arguments :
        {"", "fly", "train", "train no/such.yaml", "train configs/tiny.yaml --set train.max_step=3",
         "train configs/tiny.yaml --set attention.kernel=warp", "train configs/tiny.yaml --set device=tpu",
-        "generate --model runs --prompt ''", "attention --input a --output b --scale 0", "attention --input a --output b --device tpu",
+        "train configs/tiny.yaml --set data.files=[no/such]", "train configs/tiny.yaml --set train.resume_from_checkpoint=no/such",
+        "train configs/tiny.yaml --set data.validation_fraction=1e-9", "train configs/tiny.yaml --set train.micro_batch_size=99999999999",
+        "generate --model runs --prompt ''", "generate --model runs --prompt x --seed -1", "gradcheck --only zzz",
+        "generate --model runs --prompt x --seed 99999999999999999999", "generate --model runs --prompt x --top-k 99999999999999999999",
+        "attention --input a --output b --scale 0", "attention --input a --output b --scale nan", "attention --input a --output b --device tpu",
+        "attention --input README.md --output ./README.md",
         "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
     EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
+}
+
+TEST(Tool, UsageErrorsNameWhatIsWrong) {
+  EXPECT_EQ(heddle("fly").output, "heddle: there is no command 'fly'; heddle --help lists them\n");
+  EXPECT_NE(heddle("attention --input a --output b --scale 0").output.find("expected number > 0, got \"0\""), std::string::npos);
 }
 
 TEST(Tool, RunTimeFailuresExitWithOne) {
   EXPECT_EQ(heddle("generate --model no/such/run --prompt x").exit_code, 1);
   EXPECT_EQ(heddle("attention --input no/such.safetensors --output /tmp/x").exit_code, 1);
   EXPECT_EQ(heddle("bench-attention --device cpu --seq 8 --batch 1 --json no/such/folder/x.json").exit_code, 1);
+  EXPECT_EQ(heddle("gradcheck --only softmax >/dev/full").exit_code, 1);
+  EXPECT_EQ(heddle("--help >/dev/full").exit_code, 1);
 }
 
-TEST(Tool, FirstInterruptSavesAndSaysHowToResume) {
+TEST(Tool, MoreThreadsThanCoresAreNotStarted) {
+  const Outcome outcome = run("OMP_NUM_THREADS=100000 " HEDDLE_BINARY " gradcheck --only softmax");
+
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_EQ(outcome.output.find("heddle: OMP_NUM_THREADS asks for 100000 threads; using "), 0u) << outcome.output;
+}
+
+TEST(Tool, MistakesOutsideTheFileAreReportedTogether) {
+  const Outcome outcome = heddle("train configs/tiny.yaml --set data.files=[no/such] --set attention.kernel=warp --set device=cuda:99"
+                                 " --set train.resume_from_checkpoint=no/such --set train.seed=-1");
+
+  for (const char* start : {"--set data.files: expected patterns that each match a file in ", "--set attention.kernel: expected one of auto, ",
+                            "--set device: expected a device that can be used, got cuda:99 ", "--set train.seed: expected integer >= 0, got -1"})
+    EXPECT_NE(outcome.output.find(start), std::string::npos) << start << outcome.output;
+}
+
+// A config of the user's own beside the output of its run.
+TEST(Tool, ConfigFileInItsOwnOutputFolderIsNotReplaced) {
+  const test::TempFolder folder;
+  const fs::path config = folder.path() / "config.yaml";
+  std::ofstream(config) << "# mine\n" << nn::read_file(fs::path(HEDDLE_SOURCE_DIR) / "configs/tiny.yaml");
+  const std::string before = nn::read_file(config);
+
+  const Outcome outcome = heddle(train_three_steps(config.string(), folder.path()));
+
+  EXPECT_EQ(outcome.exit_code, 2) << outcome.output;
+  EXPECT_NE(outcome.output.find("--set train.output_dir: expected another folder than the config file's"), std::string::npos);
+  EXPECT_EQ(nn::read_file(config), before);
+}
+
+TEST(Tool, LargerVocabularyThanBytesTrainsAndSamples) {
+  const test::TempFolder folder;
+  const fs::path run_folder = folder.path() / "run";
+
+  const Outcome trained = heddle(train_three_steps("configs/tiny.yaml", run_folder) + " --set model.vocab_size=300");
+  const Outcome generated = heddle("generate --model " + run_folder.string() + " --prompt x --max-new-tokens 40 --temperature 9");
+
+  EXPECT_EQ(trained.exit_code, 0) << trained.output;
+  EXPECT_EQ(generated.exit_code, 0) << generated.output;
+}
+
+TEST(Tool, ResumeRefusesAnotherModelAndWarnsOfAnotherCourse) {
+  const test::TempFolder folder;
+  const std::string train = train_three_steps("configs/tiny.yaml", folder.path() / "run");
+  ASSERT_EQ(heddle(train).exit_code, 0);
+  const std::string resume = train + " --set train.resume_from_checkpoint=auto --set train.max_steps=4";
+
+  const Outcome other_model = heddle(resume + " --set model.layer_norm_epsilon=0.1");
+  const Outcome other_seed = heddle(resume + " --set train.seed=5");
+
+  const std::string checkpoint = (folder.path() / "run/checkpoint-3").string();
+  EXPECT_EQ(other_model.exit_code, 2);
+  EXPECT_EQ(other_model.output, "heddle: --set train.resume_from_checkpoint: expected a checkpoint of the same model, got " + checkpoint +
+                                    ", which has model.layer_norm_epsilon 1e-05, here 0.1\n");
+  EXPECT_EQ(other_seed.exit_code, 0) << other_seed.output;
+  for (const char* change : {"train.seed 1337, here 5\n", "train.max_steps 3, here 4\n"})
+    EXPECT_NE(other_seed.output.find("warning: " + checkpoint + " has " + change), std::string::npos) << other_seed.output;
+}
+
+TEST(Tool, FirstInterruptSavesAndPrintsACommandThatResumes) {
   const test::TempFolder folder;
   const fs::path run_folder = folder.path() / "run";
   // The shell sends SIGINT to the trainer once metrics.jsonl shows that it is under way.
   const Outcome outcome = run(HEDDLE_BINARY " " + train_three_steps("configs/tiny.yaml", run_folder) +
-                              " --set train.max_steps=100000 & pid=$!; while ! grep -q step " + (run_folder / "metrics.jsonl").string() +
-                              " 2>/dev/null; do sleep 0.05; done; kill -INT $pid; wait $pid");
+                              " --set train.max_steps=100000 & pid=$!; while kill -0 $pid && ! grep -q step " +
+                              (run_folder / "metrics.jsonl").string() + " 2>/dev/null; do sleep 0.05; done; kill -INT $pid; wait $pid");
 
   EXPECT_EQ(outcome.exit_code, 130) << outcome.output;
-  EXPECT_NE(outcome.output.find("--set train.resume_from_checkpoint=auto"), std::string::npos) << outcome.output;
+  const std::string printed = outcome.output.substr(outcome.output.rfind(HEDDLE_BINARY));
+  const std::string step = outcome.output.substr(outcome.output.find("interrupted after step ") + 23);
+  const Outcome resumed = run(printed.substr(0, printed.find('\n')) + " --set train.max_steps=" + std::to_string(std::stoi(step) + 1));
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_NE(resumed.output.find("resuming from " + run_folder.string()), std::string::npos) << resumed.output;
   const Outcome generated = heddle("generate --model " + run_folder.string() + " --prompt x --max-new-tokens 1");
   EXPECT_EQ(generated.exit_code, 0) << generated.output;
 }

@@ -132,6 +132,14 @@ TEST(Generate, ContextIsCroppedToItsLastIds) {
   EXPECT_EQ(seen, (std::vector<std::vector<std::int64_t>>{{0, 1}, {0, 1, 2}, {1, 2, 3}}));
 }
 
+TEST(Generate, IdsBeyondTheVocabularyAreNeverTaken) {
+  const SamplingOptions options{.max_new_tokens = 20, .temperature = 0, .vocab_size = 3};
+
+  // Of ids 0 to 2 the most probable is 1; id 3 is more probable than all.
+  const Numbers logits{0, 2, 1, 9};
+  EXPECT_EQ(generate(constant_logits(logits), Ids{0}, 4, options), Ids(20, 1));
+}
+
 TEST(Generate, SeedReproducesTheText) {
   const SamplingOptions options{.max_new_tokens = 40, .seed = 9};
   SamplingOptions other = options;

@@ -27,6 +27,14 @@ struct Screen {
   }
 };
 
+// A redrawn line of so many columns: a bar at half, and the numbers.
+std::string half_filled_line(std::size_t columns, const std::string& numbers) {
+  const std::size_t bar = columns - 2 - numbers.size();
+  std::string line = kClearLine;
+  line.append(1, '[').append(bar / 2, '#').append(bar - bar / 2, '.').append(1, ']').append(numbers);
+  return line;
+}
+
 StepStatus status(std::int64_t step) { return {.step = step, .loss = 2.5, .learning_rate = 1e-3, .tokens_per_second = 41234.4}; }
 
 TEST(Progress, PlainLineForALoggedStepOnly) {
@@ -46,8 +54,18 @@ TEST(Progress, BarFillsTheTerminal) {
   progress.step(status(100), /*is_logged=*/false);
 
   const std::string numbers = " 100/200  loss 2.5000  lr 1.00e-03  41234 tokens/s  ETA 10 s";
-  const std::size_t bar = 99 - 2 - numbers.size();
-  EXPECT_EQ(screen.out.str(), kClearLine + ("[" + std::string(bar / 2, '#')) + std::string(bar - bar / 2, '.') + "]" + numbers);
+  EXPECT_EQ(screen.out.str(), half_filled_line(99, numbers));
+}
+
+TEST(Progress, NarrowTerminalKeepsTheBarAndDropsTheLearningRate) {
+  Screen screen;
+  screen.columns = 70;
+  Progress progress(screen.target(/*is_terminal=*/true), 0, 200);
+  screen.time = 10;
+  progress.step(status(100), false);
+
+  const std::string numbers = " 100/200  loss 2.5000  41234 tokens/s  ETA 10 s";
+  EXPECT_EQ(screen.out.str(), half_filled_line(69, numbers));
 }
 
 TEST(Progress, NarrowTerminalCutsTheLine) {

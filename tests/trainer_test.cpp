@@ -9,7 +9,6 @@
 #include <sstream>
 
 #include "autograd/grad_mode.h"
-#include "nn/arithmetic_data.h"
 #include "nn/evaluate.h"
 #include "nn/posix_file.h"
 #include "tests/support/error_of.h"
@@ -136,16 +135,20 @@ TEST(Trainer, NormalisesOnceByTheLabelsOfTheWholeWindow) {
 TEST(Trainer, DropoutMasksDifferFromStepToStepAndRepeatWithTheSeed) {
   const TempFolder folder;
   TrainConfig frozen = train_config(folder / "a", 2);
-  frozen.learning_rate = 1e-30;  // the weights stay, so only data and masks change the loss
-  frozen.micro_batch_size = 13;  // the whole training split, so the data do not either
+  frozen.learning_rate = 1e-30;  // the weights stay, and every step reads the one training row: only masks change the loss
+  frozen.micro_batch_size = 1;
   frozen.gradient_accumulation_steps = 1;
-  TestRun(frozen).go();
-  frozen.output_dir = folder / "b";
-  TestRun(frozen).go();
+  for (const char* name : {"a", "b"}) {
+    frozen.output_dir = folder / name;
+    TestRun run(frozen);
+    run.data = TinyData(/*train_size=*/1, /*eval_size=*/1);
+    run.go();
+  }
 
   const auto a = metrics_of(folder / "a"), b = metrics_of(folder / "b");
   EXPECT_GT(std::abs(a[0]["loss"].get<double>() - a[1]["loss"].get<double>()), 1e-4);
   EXPECT_EQ(a[0]["loss"], b[0]["loss"]);
+  EXPECT_EQ(a[1]["loss"], b[1]["loss"]);
 }
 
 TEST(Trainer, ResumingFromAnEarlierCheckpointDropsWhatCameAfter) {
@@ -243,6 +246,62 @@ TEST(Trainer, SecondRunFromScratchKeepsTheFirst) {
   EXPECT_NE(second.out.str().find("moved the earlier run in " + (folder / "run").string()), std::string::npos);
 }
 
+// Data whose rows cannot be read.
+class BrokenData final : public Dataset {
+ public:
+  BrokenData() : Dataset(1) { set_sizes(2, 2, 7); }
+  bool has_exact_match() const override { return false; }
+  std::string describe() const override { return "broken"; }
+
+ private:
+  void write_example(Split, std::int64_t, std::span<std::int64_t>, std::span<std::int64_t>) const override { throw Error("broken"); }
+};
+
+TEST(Trainer, RunWhoseFirstStepFailsLeavesTheEarlierRunInPlace) {
+  const TempFolder folder;
+  TestRun first(train_config(folder / "run", 2));
+  first.go();
+  const std::string metrics = read_file(folder / "run/metrics.jsonl");
+  write_file(folder / "run/config.yaml", "# by hand\n");
+  TestRun second(first.train);
+  const BrokenData data;
+
+  EXPECT_THROW(Trainer(second.model, data, second.train, second.options(9)).run(), Error);
+
+  EXPECT_TRUE(fs::exists(folder / "run/checkpoint-2/model.safetensors"));
+  EXPECT_EQ(read_file(folder / "run/metrics.jsonl"), metrics);
+  EXPECT_EQ(read_file(folder / "run/config.yaml"), "# by hand\n");
+  EXPECT_FALSE(fs::exists(folder / "run/old-1"));
+}
+
+TEST(Trainer, CheckpointThatCannotBeSavedNamesTheLastOne) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder / "run", 2);
+  config.save_steps = 1;
+  TestRun run(config);
+  TrainerOptions options = run.options(9);
+  options.interrupted = [&] {  // a file where the second checkpoint should go
+    write_file(folder / "run/checkpoint-2", "");
+    return false;
+  };
+
+  EXPECT_EQ(test::error_of([&] { Trainer(run.model, run.data, config, options).run(); }),
+            "train: no checkpoint of step 2: cannot write folder " + (folder / "run/checkpoint-2").string() +
+                ": it exists and is not a folder; the last checkpoint is " + (folder / "run/checkpoint-1").string());
+}
+
+TEST(Trainer, ClosingLinesComeAfterTheBar) {
+  const TempFolder folder;
+  TestRun run(train_config(folder / "run", 1));
+  TrainerOptions options = run.options(9);
+  options.progress.is_terminal = true;
+
+  Trainer(run.model, run.data, run.train, options).run();
+
+  const std::string out = run.out.str();
+  EXPECT_LT(out.rfind("1/1"), out.find("results in ")) << out;
+}
+
 TEST(Trainer, SecondTrainerOnOneFolderIsRefused) {
   const TempFolder folder;
   TestRun first(train_config(folder / "run", 1)), second(first.train);
@@ -331,32 +390,6 @@ TEST(MetricsLog, HalfALineFromAKillIsDropped) {
 
 // Evaluation
 
-TEST(Evaluate, TwiceInARowIsBitwiseEqualAndRestoresTrainingMode) {
-  CausalLM model = tiny_model(with_dropout());
-  const TinyData data;
-
-  const EvalResult first = evaluate(model, data, 2, 20), second = evaluate(model, data, 2, 20);
-
-  EXPECT_EQ(first.loss, second.loss);
-  EXPECT_TRUE(model.is_training());
-}
-
-TEST(Evaluate, BatchSizeDoesNotMatter) {
-  CausalLM model = tiny_model(tiny_config());
-  const TinyData data;
-
-  // Sums of about 28 losses of size 2.4 in float32, in another order.
-  EXPECT_NEAR(evaluate(model, data, 2, 20).loss, evaluate(model, data, 5, 20).loss, 1e-5);
-}
-
-TEST(Evaluate, ReadsNoMoreBatchesThanAsked) {
-  CausalLM model = tiny_model(tiny_config());
-  const TinyData five, two(13, 2);
-
-  EXPECT_EQ(evaluate(model, five, 1, 100).loss, evaluate(model, five, 1, 5).loss);
-  EXPECT_NE(evaluate(model, five, 1, 2).loss, evaluate(model, five, 1, 5).loss);
-}
-
 TEST(Evaluate, DoesNotChangeTraining) {
   const TempFolder folder;
   TrainConfig often = train_config(folder / "often", 5), rarely = train_config(folder / "rarely", 5);
@@ -366,27 +399,6 @@ TEST(Evaluate, DoesNotChangeTraining) {
 
   for (const char* name : {"model.safetensors", "optimizer.safetensors"})
     EXPECT_TRUE(read_file(folder / "often/checkpoint-5" / name) == read_file(folder / "rarely/checkpoint-5" / name)) << name;
-}
-
-TEST(Evaluate, ArithmeticReportsExactMatchOfEveryHeldOutProblem) {
-  DataConfig data_config;
-  data_config.source = DataSource::arithmetic;
-  data_config.digits = 1;
-  data_config.sequence_length = 16;
-  data_config.validation_fraction = 0.2;
-  const ArithmeticData data(data_config, 1);
-  TransformerConfig config = tiny_config();
-  config.vocab_size = 256;
-  CausalLM model = tiny_model(config);
-
-  const EvalResult result = evaluate(model, data, 4, /*eval_iters=*/1);
-  const std::string sample = sample_text(model, data, 1);
-
-  ASSERT_TRUE(result.exact_match);
-  EXPECT_GE(*result.exact_match, 0);
-  EXPECT_LE(*result.exact_match, 1);
-  EXPECT_NE(sample.find("Problems not seen in training: "), std::string::npos);
-  EXPECT_NE(sample.find("  wrong, the answer is "), std::string::npos) << sample;
 }
 
 // Divergence

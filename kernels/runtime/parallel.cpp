@@ -94,7 +94,7 @@ class Pool {
 int default_threads() {
   const char* wanted = std::getenv("OMP_NUM_THREADS");
   const int count = wanted != nullptr ? std::atoi(wanted) : 0;
-  return std::max(1, count > 0 ? count : static_cast<int>(std::thread::hardware_concurrency()));
+  return count > 0 ? count : num_cores();
 }
 
 // The process has one pool, made when it is first needed.
@@ -110,6 +110,8 @@ Threads& threads() {
 }
 
 }  // namespace
+
+int num_cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
 int num_threads() { return threads().count; }
 

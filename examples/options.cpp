@@ -1,0 +1,25 @@
+#include "examples/options.h"
+
+#include "configs/yaml_reader.h"
+
+namespace heddle::examples {
+
+CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
+  const auto check = [low, high](std::string& text) {
+    const auto value = config::parse_integer(text);
+    if (value && *value >= low && *value <= high) return std::string();
+    return concat_text("expected integer in [", low, ", ", high, "], got ", nn::quoted_text(text));
+  };
+  return CLI::Validator(check, "");
+}
+
+CLI::Validator number_in(const nn::Range& range) {
+  const auto check = [range](std::string& text) {
+    const auto value = config::parse_number(text);
+    if (value && range.contains(*value)) return std::string();
+    return concat_text("expected number ", range.text(), ", got ", nn::quoted_text(text));
+  };
+  return CLI::Validator(check, "");
+}
+
+}  // namespace heddle::examples
