@@ -14,8 +14,10 @@
 
 namespace heddle {
 
-// --- Views: the result shares storage with the input ---
+// --- Views: the result shares storage with the input; a dimension may be counted from the end, -1 being the last ---
+// Swaps two dimensions.
 Tensor transpose(const Tensor& x, int dim0, int dim1);
+// Dimension d of the result is dimension dims[d] of x; every dimension once.
 Tensor permute(const Tensor& x, const std::vector<int>& dims);
 // Elements [start, end) of one dimension; 0 <= start <= end <= size.
 Tensor slice(const Tensor& x, int dim, std::int64_t start, std::int64_t end);
@@ -25,13 +27,19 @@ Tensor select_index(const Tensor& x, int dim, std::int64_t index);
 Tensor reshape(const Tensor& x, const Shape& shape);
 // Repeats dimensions of size 1, and adds leading ones, with stride 0.
 Tensor expand(const Tensor& x, const Shape& shape);
+// A dimension of size 1 before dimension `dim`; dim may be the rank.
 Tensor unsqueeze(const Tensor& x, int dim);
 Tensor squeeze(const Tensor& x, int dim);  // the dimension must have size 1
 Tensor contiguous(const Tensor& x);        // x itself if it is dense
 // Pieces along a dimension, as views; sizes must add up to that dimension.
 std::vector<Tensor> split(const Tensor& x, const std::vector<std::int64_t>& sizes, int dim);
 
-// --- Elementwise, broadcasting ---
+// --- Copies ---
+// Joins along a dimension; other sizes, dtype and device must agree. At least one tensor.
+Tensor concat(const std::vector<Tensor>& tensors, int dim);
+
+// --- Elementwise, broadcasting; values outside a function's domain give NaN or infinity as IEEE 754 has it ---
+// a + b, a - b, a * b, a / b, -x, factor * x and x + value.
 Tensor add(const Tensor& a, const Tensor& b);
 Tensor sub(const Tensor& a, const Tensor& b);
 Tensor mul(const Tensor& a, const Tensor& b);
@@ -39,6 +47,7 @@ Tensor div(const Tensor& a, const Tensor& b);
 Tensor neg(const Tensor& x);
 Tensor scale(const Tensor& x, double factor);
 Tensor add_scalar(const Tensor& x, double value);
+// x^exponent, e^x, the natural logarithm and the square root.
 Tensor pow(const Tensor& x, double exponent);
 Tensor exp(const Tensor& x);
 Tensor log(const Tensor& x);
@@ -108,8 +117,8 @@ Tensor embedding(const Tensor& weight, const Tensor& ids, std::int64_t padding_i
 Tensor rope(const Tensor& x, const Tensor& positions, double theta = 10000.0);
 
 struct AttentionOptions {
-  bool causal = false;
-  std::optional<double> scale = {};  // of the scores, finite and > 0; 1/sqrt(D) when absent
+  bool is_causal = false;
+  std::optional<double> scale = {};  // of the scores, > 0; 1/sqrt(D) when absent
   std::string kernel = "auto";  // or the name of an attention variant, used or refused with its reason
   // Sequences of different lengths end to end in a batch of 1: sequence i has the query rows [cu_seqlens_q[i],
   // cu_seqlens_q[i + 1]) and the keys alike. int32 [n + 1], both or none; rows past the last sequence give 0.
@@ -126,6 +135,7 @@ struct AttentionResult {
   Tensor out;  // [B, Sq, Hq, D]
   Tensor lse;  // [B, Hq, Sq] natural log of the sum of exp(scale q k), float32 (float64 for float64); differentiable
 };
+// The same, and the log-sum-exp of each query's scaled scores; -inf for a query that sees no key.
 AttentionResult attention_with_lse(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options = {});
 
 enum class LossReduction { mean, sum };
@@ -137,8 +147,5 @@ struct CrossEntropyOptions {
 // Returns a scalar, float32 (float64 for float64 logits). All labels ignored: 0 with zero gradients. A label outside
 // [0, V) other than ignore_index is an error that names it and its position.
 Tensor cross_entropy(const Tensor& logits, const Tensor& labels, const CrossEntropyOptions& options = {});
-
-// Joins along a dimension; other sizes, dtype and device must agree. At least one tensor.
-Tensor concat(const std::vector<Tensor>& tensors, int dim);
 
 }  // namespace heddle

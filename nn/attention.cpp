@@ -21,11 +21,11 @@ MultiHeadAttention::MultiHeadAttention(const MultiHeadAttentionConfig& config, c
   std::int64_t start = 0;
   for (std::size_t i = 0; i < std::size(slots); start += sizes[i++]) {
     const auto& [name, slot] = slots[i];
-    *slot = std::make_shared<Linear>(LinearConfig{config.hidden_size, sizes[i], config.bias, config.initializer_range}, options, generator,
+    *slot = std::make_shared<Linear>(LinearConfig{config.hidden_size, sizes[i], config.has_bias, config.initializer_range}, options, generator,
                                      slice(weights, 0, start, start + sizes[i]), slice(biases, 0, start, start + sizes[i]));
     register_child(name, *slot);
   }
-  o_proj_ = std::make_shared<Linear>(LinearConfig{q_size, config.hidden_size, config.bias, config.output_range}, options, generator);
+  o_proj_ = std::make_shared<Linear>(LinearConfig{q_size, config.hidden_size, config.has_bias, config.output_range}, options, generator);
   register_child("o_proj", o_proj_);
   if (!config.qk_norm) return;
   q_norm_ = std::make_shared<RMSNorm>(config.head_dim, config.qk_norm_eps, options);
@@ -66,7 +66,7 @@ Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions) con
     q = rope(q, at, *config_.rope_theta);
     k = rope(k, at, *config_.rope_theta);
   }
-  const Tensor out = attention(q, k, v, {.causal = config_.causal, .kernel = config_.kernel});  // [B, S, Hq, D]
+  const Tensor out = attention(q, k, v, {.is_causal = config_.is_causal, .kernel = config_.kernel});  // [B, S, Hq, D]
   return o_proj_->forward(reshape(out, {x.size(0), x.size(1), config_.num_heads * config_.head_dim}));
 }
 

@@ -14,8 +14,8 @@ struct MultiHeadAttentionConfig {
   std::int64_t num_heads = 0;
   std::int64_t num_kv_heads = 0;  // num_heads must be a multiple of it
   std::int64_t head_dim = 0;
-  bool bias = false;                 // on all four projections
-  bool causal = true;
+  bool has_bias = false;                 // on all four projections
+  bool is_causal = true;
   std::optional<double> rope_theta;  // rotary positions when set
   bool qk_norm = false;              // RMSNorm over each head of q and k, before rotary positions
   double qk_norm_eps = 1e-6;

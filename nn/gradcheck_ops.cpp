@@ -196,15 +196,15 @@ std::vector<OpCase> attention_ops() {
   };
   return {
       {"attention", "AttentionNode", grouped, attend({})},
-      {"attention causal", "AttentionNode", grouped, attend({.causal = true, .scale = 0.5})},
+      {"attention causal", "AttentionNode", grouped, attend({.is_causal = true, .scale = 0.5})},
       // The first 3 queries see no key.
-      {"attention causal", "AttentionNode", {{1, 6, 2, 4}, {1, 3, 2, 4}, {1, 3, 2, 4}}, attend({.causal = true})},
+      {"attention causal", "AttentionNode", {{1, 6, 2, 4}, {1, 3, 2, 4}, {1, 3, 2, 4}}, attend({.is_causal = true})},
       // Sequences of 3 queries on 2 keys, none on 3, 2 on 4, and rows of nobody.
       {"attention of sequences", "AttentionNode", {{1, 7, 4, 4}, {1, 10, 2, 4}, {1, 10, 2, 4}},
-       attend({.causal = true, .cu_seqlens_q = Tensor::from_vector<std::int32_t>({0, 3, 3, 5}, {4}),
+       attend({.is_causal = true, .cu_seqlens_q = Tensor::from_vector<std::int32_t>({0, 3, 3, 5}, {4}),
                .cu_seqlens_k = Tensor::from_vector<std::int32_t>({0, 2, 5, 9}, {4}), .max_seqlen_q = 3, .max_seqlen_k = 4})},
       {"attention_with_lse", "AttentionNode", grouped, [](const Inputs& in) {
-         const AttentionResult result = attention_with_lse(in[0], in[1], in[2], {.causal = true});
+         const AttentionResult result = attention_with_lse(in[0], in[1], in[2], {.is_causal = true});
          return concat({reshape(result.out, {-1}), reshape(result.lse, {-1})}, 0);
        }},
       {"attention_with_lse", "AttentionNode", grouped, [](const Inputs& in) { return attention_with_lse(in[0], in[1], in[2]).lse; }},

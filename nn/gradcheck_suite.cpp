@@ -41,7 +41,7 @@ GradcheckCase activation_case(const char* name, const std::string& variant, cons
 }
 
 MultiHeadAttentionConfig attention_config() {
-  return {.hidden_size = 12, .num_heads = 6, .num_kv_heads = 2, .head_dim = 4, .bias = true};
+  return {.hidden_size = 12, .num_heads = 6, .num_kv_heads = 2, .head_dim = 4, .has_bias = true};
 }
 
 TransformerConfig model_config(Architecture architecture) {
@@ -84,9 +84,9 @@ std::vector<GradcheckCase> layer_cases() {
   const auto linear = [](Generator& g) {
     return std::make_unique<Linear>(LinearConfig{.in_features = 12, .out_features = 7, .bias = true}, kDouble, g);
   };
-  const auto mlp = [](bool gated, Activation activation) {
+  const auto mlp = [](bool is_gated, Activation activation) {
     return [=](Generator& g) {
-      const MlpConfig config{.hidden_size = 12, .intermediate_size = 10, .activation = activation, .gated = gated, .bias = true};
+      const MlpConfig config{.hidden_size = 12, .intermediate_size = 10, .activation = activation, .is_gated = is_gated, .has_bias = true};
       return std::make_unique<Mlp>(config, kDouble, g);
     };
   };

@@ -17,10 +17,10 @@ Tensor activate(Activation activation, const Tensor& x) {
 }  // namespace
 
 Mlp::Mlp(const MlpConfig& config, const ModuleOptions& options, Generator& generator) : activation_(config.activation) {
-  HEDDLE_CHECK(!config.gated || config.activation == Activation::silu, "mlp: a gated MLP needs the activation silu");
-  const LinearConfig up = {config.hidden_size, config.intermediate_size, config.bias, config.initializer_range};
-  const LinearConfig down = {config.intermediate_size, config.hidden_size, config.bias, config.output_range};
-  if (config.gated) {
+  HEDDLE_CHECK(!config.is_gated || config.activation == Activation::silu, "mlp: a gated MLP needs the activation silu");
+  const LinearConfig up = {config.hidden_size, config.intermediate_size, config.has_bias, config.initializer_range};
+  const LinearConfig down = {config.intermediate_size, config.hidden_size, config.has_bias, config.output_range};
+  if (config.is_gated) {
     gate_proj_ = std::make_shared<Linear>(up, options, generator);
     register_child("gate_proj", gate_proj_);
   }

@@ -9,8 +9,8 @@ struct MlpConfig {
   std::int64_t hidden_size = 0;
   std::int64_t intermediate_size = 0;
   Activation activation = Activation::gelu_tanh;
-  bool gated = false;  // SwiGLU; the activation must be silu
-  bool bias = false;
+  bool is_gated = false;  // SwiGLU; the activation must be silu
+  bool has_bias = false;
   double initializer_range = 0.02;
   double output_range = 0.02;  // initial standard deviation of down_proj
 };

@@ -21,7 +21,7 @@ MultiHeadAttentionConfig attention_config(const TransformerConfig& config, const
           .num_heads = config.num_attention_heads,
           .num_kv_heads = config.kv_heads(),
           .head_dim = config.head_size(),
-          .bias = config.has_attention_bias(),
+          .has_bias = config.has_attention_bias(),
           .rope_theta = config.is_llama() ? std::optional(config.rope_theta) : std::nullopt,
           .qk_norm = config.qk_norm,
           .qk_norm_eps = config.rms_norm_eps,
@@ -34,8 +34,8 @@ MlpConfig mlp_config(const TransformerConfig& config) {
   return {.hidden_size = config.hidden_size,
           .intermediate_size = config.ffn_size(),
           .activation = config.activation(),
-          .gated = config.is_llama(),
-          .bias = config.has_mlp_bias(),
+          .is_gated = config.is_llama(),
+          .has_bias = config.has_mlp_bias(),
           .initializer_range = config.initializer_range,
           .output_range = residual_range(config)};
 }

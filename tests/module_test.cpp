@@ -56,8 +56,8 @@ const std::vector<Case>& cases() {
     const MlpConfig config = {.hidden_size = 12,
                               .intermediate_size = 20,
                               .activation = is_gated ? Activation::silu : Activation::gelu_tanh,
-                              .gated = is_gated,
-                              .bias = !is_gated};
+                              .is_gated = is_gated,
+                              .has_bias = !is_gated};
     return [config](const ModuleOptions& options, Generator& generator) {
       return std::make_shared<Mlp>(config, options, generator);
     };
@@ -75,10 +75,10 @@ const std::vector<Case>& cases() {
                          [](const ModuleOptions& options, Generator&) { return std::make_shared<RMSNorm>(12, 1e-6, options); }),
       make_case<Mlp>("mlp_gelu", mlp(false)),
       make_case<Mlp>("mlp_swiglu", mlp(true)),
-      attention_case("mha", {.num_kv_heads = 6, .bias = true}),
+      attention_case("mha", {.num_kv_heads = 6, .has_bias = true}),
       attention_case("mha_gqa_rope", {.num_kv_heads = 2, .rope_theta = 10000.0}),
       attention_case("mha_qk_norm", {.num_kv_heads = 2, .rope_theta = 10000.0, .qk_norm = true}),
-      attention_case("mha_full", {.num_kv_heads = 2, .bias = true, .causal = false}),
+      attention_case("mha_full", {.num_kv_heads = 2, .has_bias = true, .is_causal = false}),
   };
   return all;
 }

@@ -56,7 +56,7 @@ const std::vector<Case>& cases() {
       {"embedding_padding", {"weight", "ids"}, [](const Inputs& in) { return embedding(in[0], in[1], 4); }},
       {"attention_full", {"q", "k", "v"}, [](const Inputs& in) { return attention(in[0], in[1], in[2]); }},
       {"attention_causal", {"q", "k", "v"},
-       [](const Inputs& in) { return attention(in[0], in[1], in[2], {.causal = true}); }},
+       [](const Inputs& in) { return attention(in[0], in[1], in[2], {.is_causal = true}); }},
   };
   return all;
 }
@@ -105,7 +105,7 @@ TEST(TorchParity, AttentionLogSumExpEqualsPyTorch) {
     const std::string name = is_causal ? "attention_causal" : "attention_full";
     const auto stored = [&](const std::string& key) { return reference().read(name + "/" + key); };
 
-    const Tensor lse = attention_with_lse(stored("q"), stored("k"), stored("v"), {.causal = is_causal}).lse;
+    const Tensor lse = attention_with_lse(stored("q"), stored("k"), stored("v"), {.is_causal = is_causal}).lse;
 
     expect_near_pytorch(lse, stored("lse"), kEpsilons * std::numeric_limits<double>::epsilon(), name);
   }

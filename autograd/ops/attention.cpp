@@ -15,7 +15,7 @@ ConstView view_or_none(const Tensor& tensor) { return tensor.defined() ? tensor.
 struct AttentionNode final : Node {
   AttentionNode(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionResult& result,
                 const AttentionOptions& options, double scale)
-      : Node("attention"), is_causal_(options.causal), scale_(scale), max_seqlen_q_(options.max_seqlen_q),
+      : Node("attention"), is_causal_(options.is_causal), scale_(scale), max_seqlen_q_(options.max_seqlen_q),
         max_seqlen_k_(options.max_seqlen_k), kernel_(options.kernel) {
     save("q", q);
     save("k", k);
@@ -72,7 +72,7 @@ AttentionResult attention_with_lse(const Tensor& q, const Tensor& k, const Tenso
                      .v = v.view(),
                      .out = result.out.mutable_view(),
                      .lse = result.lse.mutable_view(),
-                     .is_causal = options.causal,
+                     .is_causal = options.is_causal,
                      .scale = scale,
                      .cu_seqlens_q = view_or_none(options.cu_seqlens_q),
                      .cu_seqlens_k = view_or_none(options.cu_seqlens_k),
