@@ -14,7 +14,7 @@ train:
 	@preset=$$(.ci/setup) && .ci/build "$$preset" heddle && exec build/$$preset/heddle train $(CONFIG)
 
 test:
-	@preset=$$(.ci/setup) && .ci/build "$$preset" all && exec ctest --preset "$$preset"
+	@preset=$$(.ci/setup) && .ci/build "$$preset" all && exec ctest --preset "$$preset" -j "$$(nproc)"
 
 build:
 	@preset=$$(.ci/setup) && .ci/build "$$preset" all
