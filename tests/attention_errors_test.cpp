@@ -196,7 +196,7 @@ TEST(AttentionSelect, AutoPassesOverWhatRunsOnlyByName) {
 
   EXPECT_EQ(select_attention(variants, {}, AttentionPass::backward, "auto").name, "plain");
   EXPECT_EQ(select_attention(variants, {}, AttentionPass::backward, "fast").name, "fast");
-  EXPECT_EQ(message_of([&] { select_attention(std::span(variants, 1), {}, AttentionPass::backward, "auto"); }),
+  EXPECT_EQ(error_of([&] { select_attention(std::span(variants, 1), {}, AttentionPass::backward, "auto"); }),
             "attention: no kernel can run this backward: fast: ask for it");
 }
 

@@ -4,7 +4,11 @@
 
 #include <sstream>
 
+#include "nn/posix_file.h"
+#include "nn/trainer.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/tensors.h"
+#include "tests/support/tiny_run.h"
 
 namespace heddle {
 namespace {
@@ -36,6 +40,19 @@ TEST(Graphviz, TensorWithoutGraphIsRefused) {
   std::ostringstream out;
 
   EXPECT_EQ(test::error_of([&] { write_graphviz(out, Tensor::zeros({2})); }), "write_graphviz: the tensor [2] has no graph");
+}
+
+TEST(WriteGraph, NamesEveryParameterAndLeavesTheModelAlone) {
+  const test::TempFolder folder;
+  const nn::CausalLM model = test::tiny_model(test::tiny_config());
+
+  nn::write_graph(folder / "graph.dot", model, test::TinyData().train_batch(0, 2));
+
+  const std::string dot = nn::read_file(folder / "graph.dot");
+  for (const nn::NamedTensor& parameter : model.parameters()) {
+    EXPECT_NE(dot.find(parameter.name), std::string::npos) << parameter.name;
+    EXPECT_FALSE(parameter.tensor.grad().defined());
+  }
 }
 
 }  // namespace

@@ -276,12 +276,12 @@ TEST(Trainer, RunWhoseFirstStepFailsLeavesTheEarlierRunInPlace) {
 
 TEST(Trainer, CheckpointThatCannotBeSavedNamesTheLastOne) {
   const TempFolder folder;
-  TrainConfig config = train_config(folder / "run", 2);
+  TrainConfig config = train_config(folder / "run", 3);
   config.save_steps = 1;
   TestRun run(config);
   TrainerOptions options = run.options(9);
-  options.interrupted = [&] {  // a file where the second checkpoint should go
-    write_file(folder / "run/checkpoint-2", "");
+  options.interrupted = [&] {  // after the first checkpoint, a file where the second should go
+    if (fs::exists(folder / "run/checkpoint-1")) write_file(folder / "run/checkpoint-2", "");
     return false;
   };
 
@@ -482,19 +482,6 @@ TEST(Trainer, WindowWithoutLabelsIsSkippedWithAWarning) {
   EXPECT_EQ(values_of(run.model.parameters()), before);
   EXPECT_EQ(trainer.optimizer().updates(), 0);
   EXPECT_NE(run.out.str().find("warning: step 1: no token carries loss; update skipped"), std::string::npos);
-}
-
-TEST(WriteGraph, NamesEveryParameterAndLeavesTheModelAlone) {
-  const TempFolder folder;
-  const CausalLM model = tiny_model(tiny_config());
-
-  write_graph(folder / "graph.dot", model, TinyData().train_batch(0, 2));
-
-  const std::string dot = read_file(folder / "graph.dot");
-  for (const NamedTensor& parameter : model.parameters()) {
-    EXPECT_NE(dot.find(parameter.name), std::string::npos) << parameter.name;
-    EXPECT_FALSE(parameter.tensor.grad().defined());
-  }
 }
 
 }  // namespace
