@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/attention/barrier_sm90.cuh"
+#include "kernels/attention/pack.cuh"
 #include "kernels/attention/tma_sm90.cuh"
 #include "kernels/attention/wgmma_sm90.cuh"
 
@@ -265,21 +266,6 @@ struct Producer {
     if (numbers.counter != nullptr && fetch_add(&p.schedule[1]) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
   }
 };
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ std::uint32_t pack(float low, float high, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
-__device__ __forceinline__ std::uint32_t pack(float low, float high, __half) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
 
 // Not 0 if one of two elements is infinite or NaN: all bits of its exponent are ones.
 __device__ __forceinline__ std::uint32_t not_finite(std::uint32_t pair, __nv_bfloat16) {

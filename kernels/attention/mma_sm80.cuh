@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/attention/pack.cuh"
+
 // Warp-wide matrix products of sm_80 and the copies that feed them: mma.sync, ldmatrix, cp.async.
 // PTX ISA, "Matrix multiply-accumulate operation using mma instruction", "ldmatrix", "cp.async".
 
@@ -73,21 +75,6 @@ __device__ __forceinline__ float2 load_shared_float2(std::uint32_t from) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from) : "memory");
   return value;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ std::uint32_t pack(float low, float high, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
-__device__ __forceinline__ std::uint32_t pack(float low, float high, __half) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const std::uint32_t&>(pair);
 }
 
 // The left operand of a product 16 deep, from the two results that lie side by side.
