@@ -34,7 +34,7 @@ MultiHeadAttention::MultiHeadAttention(const MultiHeadAttentionConfig& config, c
   register_child("k_norm", k_norm_);
 }
 
-std::vector<Tensor> MultiHeadAttention::project(const Tensor& x) const {
+std::vector<Tensor> MultiHeadAttention::project(const Tensor& x, Generator* dropout) const {
   const LinearBase* slots[] = {q_proj_.get(), k_proj_.get(), v_proj_.get()};
   std::vector<Tensor> out, weights, biases;
   for (const LinearBase* slot : slots) {
@@ -46,15 +46,15 @@ std::vector<Tensor> MultiHeadAttention::project(const Tensor& x) const {
   // The norms of queries and keys want dense heads, not columns of a wider matrix.
   if (weights.size() == std::size(slots) && q_norm_ == nullptr) out = linears(x, weights, biases);
   else
-    for (const LinearBase* slot : slots) out.push_back(slot->forward(x));
+    for (const LinearBase* slot : slots) out.push_back(slot->forward(x, dropout));
   for (Tensor& part : out) part = reshape(part, {x.size(0), x.size(1), -1, config_.head_dim});
   return out;
 }
 
-Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions) const {
+Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions, Generator* dropout) const {
   HEDDLE_CHECK(x.rank() == 3 && x.size(2) == config_.hidden_size, "multi_head_attention: x must be [B, S, ",
                config_.hidden_size, "], got ", x.shape());
-  const std::vector<Tensor> parts = project(x);
+  const std::vector<Tensor> parts = project(x, dropout);
   Tensor q = parts[0], k = parts[1];  // [B, S, Hq, D], [B, S, Hkv, D]
   const Tensor& v = parts[2];         // [B, S, Hkv, D]
   if (q_norm_ != nullptr) {
@@ -67,7 +67,7 @@ Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions) con
     k = rope(k, at, *config_.rope_theta);
   }
   const Tensor out = attention(q, k, v, {.is_causal = config_.is_causal, .kernel = config_.kernel});  // [B, S, Hq, D]
-  return o_proj_->forward(reshape(out, {x.size(0), x.size(1), config_.num_heads * config_.head_dim}));
+  return o_proj_->forward(reshape(out, {x.size(0), x.size(1), config_.num_heads * config_.head_dim}), dropout);
 }
 
 Tensor position_ids(std::int64_t start, std::int64_t count, Device device) {

@@ -31,11 +31,12 @@ class MultiHeadAttention final : public Module {
  public:
   MultiHeadAttention(const MultiHeadAttentionConfig& config, const ModuleOptions& options, Generator& generator);
 
-  // x [B, S, hidden_size] -> the same. positions int64 [S] for rotary positions; 0..S-1 when undefined.
-  Tensor forward(const Tensor& x, const Tensor& positions = {}) const;
+  // x [B, S, hidden_size] -> the same. positions int64 [S] for rotary positions; 0..S-1 when undefined. `dropout` is for projections
+  // that have some.
+  Tensor forward(const Tensor& x, const Tensor& positions = {}, Generator* dropout = nullptr) const;
 
  private:
-  std::vector<Tensor> project(const Tensor& x) const;  // queries, keys and values [B, S, H, D]
+  std::vector<Tensor> project(const Tensor& x, Generator* dropout) const;  // queries, keys and values [B, S, H, D]
 
   MultiHeadAttentionConfig config_;
   std::shared_ptr<LinearBase> q_proj_, k_proj_, v_proj_, o_proj_;

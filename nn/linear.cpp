@@ -14,6 +14,6 @@ Linear::Linear(const LinearConfig& config, const ModuleOptions& options, Generat
   register_parameter("bias", bias_);
 }
 
-Tensor Linear::forward(const Tensor& x) const { return linear(x, weight_, bias_); }
+Tensor Linear::forward(const Tensor& x, Generator*) const { return linear(x, weight_, bias_); }
 
 }  // namespace heddle::nn

@@ -10,8 +10,8 @@ namespace heddle::nn {
 // What attention and MLP layers hold for a projection: a dense layer, one with an adapter, or a quantised one.
 class LinearBase : public Module {
  public:
-  // x [..., in_features] -> [..., out_features].
-  virtual Tensor forward(const Tensor& x) const = 0;
+  // x [..., in_features] -> [..., out_features]. In training mode `dropout` draws the masks of a layer that has dropout.
+  virtual Tensor forward(const Tensor& x, Generator* dropout = nullptr) const = 0;
   virtual std::int64_t in_features() const = 0;
   virtual std::int64_t out_features() const = 0;
   // The weight [out_features, in_features] in a floating dtype, outside the graph.
@@ -31,7 +31,7 @@ class Linear final : public LinearBase {
   // Where `weight` and `bias` are given, the parameters take their memory (Note: Joined tensors, autograd/ops/joined.h).
   Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator, const Tensor& weight = {}, const Tensor& bias = {});
 
-  Tensor forward(const Tensor& x) const override;
+  Tensor forward(const Tensor& x, Generator* dropout = nullptr) const override;
   std::int64_t in_features() const override { return weight_.size(1); }
   std::int64_t out_features() const override { return weight_.size(0); }
   Tensor dense_weight() const override { return weight_.detach(); }

@@ -30,14 +30,14 @@ Mlp::Mlp(const MlpConfig& config, const ModuleOptions& options, Generator& gener
   register_child("down_proj", down_proj_);
 }
 
-Tensor Mlp::forward(const Tensor& x) const {
+Tensor Mlp::forward(const Tensor& x, Generator* dropout) const {
   // Two plain layers around a GELU are one op; a slot that holds anything else goes step by step.
   const auto* up_layer = dynamic_cast<const Linear*>(up_proj_.get());
   const auto* down_layer = dynamic_cast<const Linear*>(down_proj_.get());
   if (activation_ == Activation::gelu_tanh && up_layer != nullptr && down_layer != nullptr)
     return gelu_mlp(x, up_layer->weight(), up_layer->bias(), down_layer->weight(), down_layer->bias());
-  const Tensor up = up_proj_->forward(x);
-  return down_proj_->forward(gate_proj_ != nullptr ? swiglu(gate_proj_->forward(x), up) : activate(activation_, up));
+  const Tensor up = up_proj_->forward(x, dropout);
+  return down_proj_->forward(gate_proj_ != nullptr ? swiglu(gate_proj_->forward(x, dropout), up) : activate(activation_, up), dropout);
 }
 
 }  // namespace heddle::nn

@@ -19,7 +19,8 @@ struct MlpConfig {
 class Mlp final : public Module {
  public:
   Mlp(const MlpConfig& config, const ModuleOptions& options, Generator& generator);
-  Tensor forward(const Tensor& x) const;  // [..., hidden_size] -> the same
+  // [..., hidden_size] -> the same. `dropout` is for projections that have some.
+  Tensor forward(const Tensor& x, Generator* dropout = nullptr) const;
 
  private:
   std::shared_ptr<LinearBase> gate_proj_;  // null unless gated

@@ -60,8 +60,8 @@ TransformerBlock::TransformerBlock(const TransformerConfig& config, const std::s
 }
 
 void TransformerBlock::forward(Residual& stream, const ForwardState& state) const {
-  stream.branch = drop(self_attn_->forward(input_layernorm_->forward(stream), state.positions), dropout_, state);
-  stream.branch = drop(mlp_->forward(post_attention_layernorm_->forward(stream)), dropout_, state);
+  stream.branch = drop(self_attn_->forward(input_layernorm_->forward(stream), state.positions, state.dropout), dropout_, state);
+  stream.branch = drop(mlp_->forward(post_attention_layernorm_->forward(stream), state.dropout), dropout_, state);
 }
 
 Transformer::Transformer(const TransformerConfig& config, const std::string& kernel, const ModuleOptions& options,
@@ -109,9 +109,9 @@ Tensor CausalLM::forward(const Tensor& ids, Generator* dropout) const {
   const bool wants_dropout = is_training() && (config_.resid_pdrop > 0 || config_.embd_pdrop > 0);
   HEDDLE_CHECK(!wants_dropout || dropout != nullptr, "causal_lm: the config has dropout; give a generator or call eval()");
   const ForwardState state = {.positions = slice(positions_, 0, 0, ids.size(1)),
-                              .dropout = wants_dropout ? dropout : nullptr};
+                              .dropout = is_training() ? dropout : nullptr};
   const Tensor hidden = model_->forward(ids, state);  // [B, S, hidden]
-  return lm_head_ != nullptr ? lm_head_->forward(hidden) : linear(hidden, model_->token_weight());
+  return lm_head_ != nullptr ? lm_head_->forward(hidden, state.dropout) : linear(hidden, model_->token_weight());
 }
 
 }  // namespace heddle::nn
