@@ -1,0 +1,169 @@
+#include "lora/peft_config.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "nn/atomic_file.h"
+#include "nn/hf_names.h"
+#include "tests/support/error_of.h"
+#include "tests/support/temp_folder.h"
+
+// adapter_config.json: its text, and what its options mean. data/README.md describes the stored adapters.
+
+namespace heddle::lora {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using test::error_of;
+
+const char* const kAdapters = HEDDLE_SOURCE_DIR "/tests/data/adapters";
+
+PeftConfig read(const std::string& text) {
+  const test::TempFolder folder;
+  nn::write_file(folder / "adapter_config.json", text);
+  return read_peft_config(folder / "adapter_config.json");
+}
+
+json least() { return {{"peft_type", "LORA"}, {"r", 8}, {"lora_alpha", 16}, {"target_modules", {"q_proj"}}}; }
+
+TEST(PeftConfig, TextIsByteForByteWhatPeftWrote) {
+  int count = 0;
+  for (const fs::directory_entry& entry : fs::directory_iterator(kAdapters)) {
+    const fs::path path = entry.path() / "adapter_config.json";
+    EXPECT_EQ(peft_config_text(read_peft_config(path)), nn::read_file(path)) << path;
+    ++count;
+  }
+  EXPECT_EQ(count, 8);
+}
+
+TEST(PeftConfig, TextReadsBackAsTheSameConfig) {
+  PeftConfig config{.base_model_name_or_path = "runs/a \"base\"", .r = 5, .lora_alpha = 2.5, .lora_dropout = 0.25, .use_rslora = true,
+                    .use_dora = true, .fan_in_fan_out = true, .init_lora_weights = "gaussian", .target_modules = {"c_attn"},
+                    .exclude_modules = {"h.1.attn.c_attn"}, .layers_to_transform = {0, 1}, .rank_pattern = {{"c_attn", 7}},
+                    .alpha_pattern = {{"c_attn", 0.5}}};
+
+  const std::string text = peft_config_text(config);
+
+  EXPECT_EQ(peft_config_text(read(text)), text);
+  EXPECT_EQ(read(text).base_model_name_or_path, config.base_model_name_or_path);
+  EXPECT_EQ(read(text).alpha_of("c_attn"), 0.5);
+}
+
+TEST(PeftConfig, ScaleIsAlphaOverRankOrOverItsRoot) {
+  EXPECT_EQ(read(least().dump()).scale_of("q_proj"), 2);
+  json rslora = least();
+  rslora.update({{"use_rslora", true}, {"r", 16}});
+  EXPECT_EQ(read(rslora.dump()).scale_of("q_proj"), 4);
+}
+
+TEST(PeftConfig, TargetsAreWholeNamesOrEndsAfterADot) {
+  const PeftConfig config = read(least().dump());
+
+  EXPECT_TRUE(config.targets("q_proj"));
+  EXPECT_TRUE(config.targets("model.layers.0.self_attn.q_proj"));
+  EXPECT_FALSE(config.targets("model.layers.0.self_attn.kq_proj"));
+  EXPECT_FALSE(config.targets("model.layers.0.q_proj.k_proj"));
+}
+
+TEST(PeftConfig, ATargetThatIsTextIsAPatternOfWholeNames) {
+  json in = least();
+  in["target_modules"] = R"(.*\.1\.self_attn\.[qv]_proj)";
+  const PeftConfig config = read(in.dump());
+
+  EXPECT_TRUE(config.targets("model.layers.1.self_attn.v_proj"));
+  EXPECT_FALSE(config.targets("model.layers.0.self_attn.v_proj"));
+  EXPECT_FALSE(config.targets("model.layers.1.self_attn.v_proj.base"));
+}
+
+TEST(PeftConfig, ExcludedModulesAndOtherLayersAreNoTargets) {
+  json in = least();
+  in.update({{"exclude_modules", {"layers.2.q_proj"}}, {"layers_to_transform", {1, 2}}});
+  const PeftConfig config = read(in.dump());
+
+  EXPECT_FALSE(config.targets("model.layers.0.q_proj"));
+  EXPECT_TRUE(config.targets("model.layers.1.q_proj"));
+  EXPECT_FALSE(config.targets("model.layers.2.q_proj"));
+}
+
+TEST(PeftConfig, TheFirstPatternOfTheFileCounts) {
+  const PeftConfig config = read(R"({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
+      "rank_pattern": {"q_.*": 3, "0.q_proj": 5}, "alpha_pattern": {"0.q_proj": 1, "q_proj": 2}})");
+
+  EXPECT_EQ(config.rank_of("layers.0.q_proj"), 3);
+  EXPECT_EQ(config.alpha_of("layers.0.q_proj"), 1);
+  EXPECT_EQ(config.alpha_of("layers.1.q_proj"), 2);
+  EXPECT_EQ(config.rank_of("layers.0.k_proj"), 8);
+}
+
+TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
+  const std::vector<std::pair<json, std::string>> cases = {
+      {{{"peft_type", "IA3"}}, "peft_type is IA3; only LORA adapters can be used here"},
+      {{{"peft_type", nullptr}}, "peft_type is missing"},
+      {{{"lora_alpha", nullptr}}, "lora_alpha is missing"},
+      {{{"lora_alpha", "16"}}, "lora_alpha must be a number, got \"16\""},
+      {{{"r", nullptr}}, "r is missing"},
+      {{{"r", 0}}, "r must be an integer >= 1, got 0"},
+      {{{"r", 1.5}}, "r must be an integer >= 1, got 1.5"},
+      {{{"target_modules", nullptr}}, "target_modules is missing"},
+      {{{"target_modules", json::array()}}, "target_modules is empty"},
+      {{{"target_modules", {3}}}, "target_modules must hold text, got 3"},
+      {{{"lora_dropout", 1}}, "lora_dropout must be in [0, 1), got 1"},
+      {{{"use_dora", 1}}, "use_dora must be true or false"},
+      {{{"rank_pattern", {{"q_proj", -1}}}}, "rank_pattern.q_proj must be an integer >= 1, got -1"},
+      {{{"layers_to_transform", {-1}}}, "layers_to_transform must hold numbers of layers, got -1"},
+      {{{"bias", "all"}}, "bias is \"all\"; adapters with this option cannot be used here"},
+      {{{"modules_to_save", {"lm_head"}}}, "modules_to_save is [\"lm_head\"]; adapters with this option cannot be used here"},
+      {{{"use_new_thing", true}}, "use_new_thing is true; adapters with this option cannot be used here"},
+      {{{"init_lora_weights", "olora"}}, "init_lora_weights is olora, which changes the base; save the adapter as plain LoRA"},
+  };
+  for (const auto& [change, message] : cases) {
+    json in = least();
+    in.update(change);
+    const std::string error = error_of([&in = in] { read(in.dump()); });
+    EXPECT_TRUE(error.ends_with("/adapter_config.json: " + message)) << error;
+  }
+  EXPECT_TRUE(error_of([] { read("[1]"); }).ends_with("/adapter_config.json: not a JSON object"));
+  EXPECT_TRUE(error_of([] { read("{"); }).ends_with("/adapter_config.json: not a JSON object"));
+}
+
+TEST(PeftConfig, UnknownKeysThatSayNothingAreAccepted) {
+  json in = least();
+  in.update({{"use_new_thing", false}, {"new_config", nullptr}, {"new_list", json::array()}, {"revision", "main"}});
+
+  EXPECT_EQ(read(in.dump()).r, 8);
+}
+
+TEST(PeftConfig, APatternThatIsNoRegularExpressionIsNamed) {
+  json in = least();
+  in["target_modules"] = "q_proj(";
+
+  EXPECT_EQ(error_of([&] { read(in.dump()).targets("q_proj"); }),
+            "adapter_config.json: target_modules holds q_proj(, which is not a regular expression");
+}
+
+TEST(ByEnding, FindsTheShortestEndingsThatTellModulesApart) {
+  const std::map<std::string, int> modules = {{"h.0.attn.c_proj", 1}, {"h.0.mlp.c_proj", 2}, {"h.0.attn.c_attn", 1},
+                                              {"h.1.attn.c_proj", 1}, {"h.1.mlp.c_proj", 2}, {"h.1.attn.c_attn", 3}, {"head", 4}};
+
+  EXPECT_EQ(by_ending(modules), (std::map<std::string, int>{{"attn.c_proj", 1}, {"mlp.c_proj", 2}, {"h.0.attn.c_attn", 1},
+                                                            {"h.1.attn.c_attn", 3}, {"head", 4}}));
+}
+
+TEST(HfNames, Gpt2JoinsQueriesKeysAndValues) {
+  using nn::HfLinear, nn::hf_linear, nn::Architecture;
+
+  EXPECT_EQ(hf_linear(Architecture::gpt2, "model.layers.11.self_attn.q_proj"), (HfLinear{"transformer.h.11.attn.c_attn", 0, 3}));
+  EXPECT_EQ(hf_linear(Architecture::gpt2, "model.layers.11.self_attn.v_proj"), (HfLinear{"transformer.h.11.attn.c_attn", 2, 3}));
+  EXPECT_EQ(hf_linear(Architecture::gpt2, "model.layers.1.self_attn.o_proj"), (HfLinear{"transformer.h.1.attn.c_proj"}));
+  EXPECT_EQ(hf_linear(Architecture::gpt2, "model.layers.0.mlp.up_proj"), (HfLinear{"transformer.h.0.mlp.c_fc"}));
+  EXPECT_EQ(hf_linear(Architecture::gpt2, "lm_head"), (HfLinear{"lm_head"}));
+  EXPECT_EQ(hf_linear(Architecture::llama, "model.layers.0.mlp.up_proj"), (HfLinear{"model.layers.0.mlp.up_proj"}));
+  EXPECT_EQ(error_of([] { hf_linear(Architecture::gpt2, "model.layers.0.mlp.gate_proj"); }),
+            "hf_names: the gpt2 architecture has no linear layer 'model.layers.0.mlp.gate_proj'");
+}
+
+}  // namespace
+}  // namespace heddle::lora
