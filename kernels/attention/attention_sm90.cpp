@@ -52,8 +52,6 @@ AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
   if (problem.D > kMaxHeadSize || problem.D % 8 != 0)
     return {false, concat_text("it takes head sizes that are multiples of 8 up to ", kMaxHeadSize, ", not ", problem.D)};
   if (!problem.has_16_byte_rows) return {false, "it needs addresses and strides that are multiples of 16 bytes"};
-  if (pass == AttentionPass::backward)
-    return {true, "its backward has not passed every test on a GPU; attention.kernel: sm90 runs it", /*only_by_name=*/true};
   return {true, ""};
 }
 
