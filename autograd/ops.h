@@ -86,6 +86,15 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
 // linear(x, weights[i], biases[i]) for every i: projections of one input. Weights that lie one after another in memory, and biases too,
 // make one product, whose columns the results are.
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases);
+// ys[i] + scale (x a^T) b^T for every i, b a never being formed: low-rank terms beside projections of one input (Hu et al. 2021).
+// x [..., in]; a [r, in], b [out, r] -> [..., out]. Where a is undefined the result is ys[i] itself. Terms may share their a. A that
+// lie one after another in memory are one product. The results take the memory of `ys` where nobody else holds it.
+struct LowRank {
+  Tensor a;
+  Tensor b;
+  double scale = 1;
+};
+std::vector<Tensor> add_low_rank(std::vector<Tensor> ys, const Tensor& x, const std::vector<LowRank>& terms);
 // gelu_tanh(x up^T + up_bias) down^T + down_bias, x [..., in], up [inner, in], down [out, inner] -> [..., out]; biases may be
 // undefined. On CUDA in bfloat16 and float16 the GELU and its gradient are part of the products.
 Tensor gelu_mlp(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias);

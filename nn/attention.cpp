@@ -34,27 +34,16 @@ MultiHeadAttention::MultiHeadAttention(const MultiHeadAttentionConfig& config, c
   register_child("k_norm", k_norm_);
 }
 
-std::vector<Tensor> MultiHeadAttention::project(const Tensor& x, Generator* dropout) const {
-  const LinearBase* slots[] = {q_proj_.get(), k_proj_.get(), v_proj_.get()};
-  std::vector<Tensor> out, weights, biases;
-  for (const LinearBase* slot : slots) {
-    const auto* layer = dynamic_cast<const Linear*>(slot);
-    if (layer == nullptr) break;
-    weights.push_back(layer->weight());
-    biases.push_back(layer->bias());
-  }
-  // The norms of queries and keys want dense heads, not columns of a wider matrix.
-  if (weights.size() == std::size(slots) && q_norm_ == nullptr) out = linears(x, weights, biases);
-  else
-    for (const LinearBase* slot : slots) out.push_back(slot->forward(x, dropout));
-  for (Tensor& part : out) part = reshape(part, {x.size(0), x.size(1), -1, config_.head_dim});
-  return out;
-}
-
 Tensor MultiHeadAttention::forward(const Tensor& x, const Tensor& positions, Generator* dropout) const {
   HEDDLE_CHECK(x.rank() == 3 && x.size(2) == config_.hidden_size, "multi_head_attention: x must be [B, S, ",
                config_.hidden_size, "], got ", x.shape());
-  const std::vector<Tensor> parts = project(x, dropout);
+  const std::vector<const LinearBase*> slots = {q_proj_.get(), k_proj_.get(), v_proj_.get()};
+  std::vector<Tensor> parts;
+  // The norms of queries and keys want dense heads, not columns of a wider matrix.
+  if (q_norm_ == nullptr) parts = forward_all(slots, x, dropout);
+  else
+    for (const LinearBase* slot : slots) parts.push_back(slot->forward(x, dropout));
+  for (Tensor& part : parts) part = reshape(part, {x.size(0), x.size(1), -1, config_.head_dim});
   Tensor q = parts[0], k = parts[1];  // [B, S, Hq, D], [B, S, Hkv, D]
   const Tensor& v = parts[2];         // [B, S, Hkv, D]
   if (q_norm_ != nullptr) {

@@ -26,7 +26,7 @@ struct MultiHeadAttentionConfig {
 
 // o_proj(attention(q_proj(x), k_proj(x), v_proj(x))). Grouped-query when num_kv_heads < num_heads. The projections are
 // slots ("q_proj", "k_proj", "v_proj", "o_proj") that replace_child can fill with other kinds of LinearBase. The weights of the first
-// three lie one after another in memory: while all three are plain layers, and without qk_norm, they run as one product.
+// three lie one after another in memory: as plain layers, also under adapters, they are one product.
 class MultiHeadAttention final : public Module {
  public:
   MultiHeadAttention(const MultiHeadAttentionConfig& config, const ModuleOptions& options, Generator& generator);
@@ -36,8 +36,6 @@ class MultiHeadAttention final : public Module {
   Tensor forward(const Tensor& x, const Tensor& positions = {}, Generator* dropout = nullptr) const;
 
  private:
-  std::vector<Tensor> project(const Tensor& x, Generator* dropout) const;  // queries, keys and values [B, S, H, D]
-
   MultiHeadAttentionConfig config_;
   std::shared_ptr<LinearBase> q_proj_, k_proj_, v_proj_, o_proj_;
   std::shared_ptr<RMSNorm> q_norm_, k_norm_;  // null without qk_norm

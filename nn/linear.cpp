@@ -1,6 +1,7 @@
 #include "nn/linear.h"
 
-#include "autograd/ops.h"
+#include <optional>
+#include <utility>
 
 namespace heddle::nn {
 
@@ -15,5 +16,38 @@ Linear::Linear(const LinearConfig& config, const ModuleOptions& options, Generat
 }
 
 Tensor Linear::forward(const Tensor& x, Generator*) const { return linear(x, weight_, bias_); }
+
+namespace {
+
+// base()->forward(x) of every layer.
+std::vector<Tensor> base_results(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout) {
+  std::vector<Tensor> out, weights, biases;
+  for (const LinearBase* layer : layers)
+    if (const auto* plain = dynamic_cast<const Linear*>(&layer->base()); plain != nullptr) {
+      weights.push_back(plain->weight());
+      biases.push_back(plain->bias());
+    }
+  if (weights.size() == layers.size()) return linears(x, weights, biases);
+  for (const LinearBase* layer : layers) out.push_back(layer->base().forward(x, dropout));
+  return out;
+}
+
+}  // namespace
+
+std::vector<Tensor> forward_all(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout) {
+  std::vector<LowRank> terms;
+  std::optional<double> given;
+  for (const LinearBase* layer : layers) {
+    const auto [term, p] = layer->adapter();
+    terms.push_back(term);
+    if (!term.a.defined()) continue;
+    HEDDLE_CHECK(given.value_or(p) == p, "linear: adapters of one input have dropout ", *given, " and ", p, "; they need the same");
+    given = p;
+  }
+  const double p = given.value_or(0);
+  HEDDLE_CHECK(p == 0 || dropout != nullptr, "linear: an adapter has dropout; give a generator or call eval()");
+  std::vector<Tensor> out = base_results(layers, x, dropout);
+  return add_low_rank(std::move(out), p > 0 ? heddle::dropout(x, p, *dropout) : x, terms);
+}
 
 }  // namespace heddle::nn

@@ -1,8 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
-#include "autograd/random.h"
+#include "autograd/ops.h"
 #include "nn/module.h"
 
 namespace heddle::nn {
@@ -16,6 +17,15 @@ class LinearBase : public Module {
   virtual std::int64_t out_features() const = 0;
   // The weight [out_features, in_features] in a floating dtype, outside the graph.
   virtual Tensor dense_weight() const = 0;
+
+  // What forward adds up, for forward_all: the result of base(), and the low-rank term of a layer that adapts it, whose input has
+  // dropout with probability `dropout`.
+  struct Adapter {
+    LowRank term;
+    double dropout = 0;
+  };
+  virtual const LinearBase& base() const { return *this; }
+  virtual Adapter adapter() const { return {}; }
 };
 
 struct LinearConfig {
@@ -43,5 +53,10 @@ class Linear final : public LinearBase {
   Tensor weight_;
   Tensor bias_;
 };
+
+// layer->forward(x, dropout) of every layer. Layers that share an input share work: plain ones, or the plain ones under adapters, whose
+// weights lie one after another in memory are one product (Note: Joined tensors, autograd/ops/joined.h), low-rank terms are added
+// together, and all of them see one dropout mask.
+std::vector<Tensor> forward_all(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout = nullptr);
 
 }  // namespace heddle::nn

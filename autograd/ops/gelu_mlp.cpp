@@ -9,22 +9,22 @@ namespace {
 struct GeluMlpNode final : Node {
   GeluMlpNode(const Tensor& x, const Tensor& up, const Tensor& down, const Tensor& inner, const Tensor& activated)
       : Node("gelu_mlp"), x_shape_(x.shape()) {
-    save("x", x);
     save("up", up);
     save("down", down);
     save("inner", inner);
-    save("activated", activated);
+    if (up.requires_grad()) x_ = save("x", x);
+    if (down.requires_grad()) activated_ = save("activated", activated);
   }
 
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
     const Tensor dout = as_rows(grads[0]);                                        // [rows, out]
-    const Tensor down_grad = linear_weight_gradient(edges()[3], saved(4), dout);  // [out, inner]
+    Tensor dx, up_grad, up_bias_grad, down_grad;
+    if (needs(3)) down_grad = linear_weight_gradient(edges()[3], saved(activated_), dout);  // [out, inner]
     const Tensor down_bias_grad = linear_bias_gradient(edges()[4], dout);
-    Tensor dx, up_grad, up_bias_grad;
     if (needs(0) || needs(1) || needs(2)) {
       const Tensor dinner = inner_gradient(dout);
-      if (needs(0)) dx = linear_input_gradient(take_gradient_so_far(0), dinner, saved(1), x_shape_);
-      up_grad = linear_weight_gradient(edges()[1], as_rows(saved(0)), dinner);
+      if (needs(0)) dx = linear_input_gradient(take_gradient_so_far(0), dinner, saved(0), x_shape_);
+      if (needs(1)) up_grad = linear_weight_gradient(edges()[1], as_rows(saved(x_)), dinner);
       up_bias_grad = linear_bias_gradient(edges()[2], dinner);
     }
     return {dx, up_grad, up_bias_grad, down_grad, down_bias_grad};
@@ -33,12 +33,13 @@ struct GeluMlpNode final : Node {
  private:
   // Of what goes into the GELU, [rows, inner].
   Tensor inner_gradient(const Tensor& dout) const {
-    const Tensor inner = saved(3), dinner = Tensor::empty(inner.shape(), inner.dtype(), inner.device());
-    gemm({.a = dout.view(), .b = saved(2).view(), .c = dinner.mutable_view(), .dgelu_at = inner.view()}, device_context(dout.device()));
+    const Tensor inner = saved(2), dinner = Tensor::empty(inner.shape(), inner.dtype(), inner.device());
+    gemm({.a = dout.view(), .b = saved(1).view(), .c = dinner.mutable_view(), .dgelu_at = inner.view()}, device_context(dout.device()));
     return dinner;
   }
 
   Shape x_shape_;
+  int x_ = -1, activated_ = -1;
 };
 
 }  // namespace

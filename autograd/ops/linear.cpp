@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "autograd/ops.h"
 #include "autograd/ops/joined.h"
 #include "autograd/ops/linear_parts.h"
@@ -30,16 +32,16 @@ struct LinearNode final : Node {
 // Inputs x, the weights, the biases.
 struct LinearsNode final : Node {
   LinearsNode(const Tensor& x, const std::vector<Tensor>& weights) : Node("linears"), x_shape_(x.shape()), count_(weights.size()) {
-    save("x", x);
     for (const Tensor& weight : weights) save("weight", weight);
+    if (std::ranges::any_of(weights, &Tensor::requires_grad)) x_ = save("x", x);
   }
 
   std::vector<Tensor> backward(const std::vector<Tensor>& grads) override {
     std::vector<Tensor> out(edges().size()), weights, douts;
-    const Tensor x = as_rows(saved(0));
+    const Tensor x = x_ < 0 ? Tensor() : as_rows(saved(x_));
     for (std::size_t i = 0; i < count_; ++i) {
       if (!grads[i].defined()) continue;
-      weights.push_back(saved(static_cast<int>(i) + 1));
+      weights.push_back(saved(static_cast<int>(i)));
       douts.push_back(as_rows(grads[i]));
       out[1 + i] = linear_weight_gradient(edges()[1 + i], x, douts.back());
       out[1 + count_ + i] = linear_bias_gradient(edges()[1 + count_ + i], douts.back());
@@ -58,6 +60,7 @@ struct LinearsNode final : Node {
  private:
   Shape x_shape_;
   std::size_t count_;
+  int x_ = -1;
 };
 
 // The results of linears side by side where the layers are joined, else one by one: [rows, out] each.
@@ -112,10 +115,11 @@ Tensor linear_input_gradient(Tensor so_far, const Tensor& dout, const Tensor& we
   return dx;
 }
 
-Tensor linear_weight_gradient(const Edge& edge, const Tensor& x, const Tensor& dout) {
+Tensor linear_weight_gradient(const Edge& edge, const Tensor& x, const Tensor& dout, double scale) {
   if (!edge) return {};
   const ParamGrad dweight(edge, {dout.size(1), x.size(1)}, dout.dtype(), dout.device());
-  gemm({.a = transpose(dout, 0, 1).view(), .b = x.view(), .c = dweight.view, .write = dweight.write}, device_context(x.device()));
+  gemm({.a = transpose(dout, 0, 1).view(), .b = x.view(), .c = dweight.view, .write = dweight.write, .scale = scale},
+       device_context(x.device()));
   return dweight.returned;
 }
 

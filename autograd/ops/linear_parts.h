@@ -18,9 +18,9 @@ void check_linear(const char* op, const Tensor& x, const Tensor& weight, const T
 // dx = dout weight, or so_far += dout weight where that is defined; x_shape is [..., in], dout [rows, out].
 Tensor linear_input_gradient(Tensor so_far, const Tensor& dout, const Tensor& weight, const Shape& x_shape);
 
-// dweight = dout^T x and dbias = the sum of dout's rows, written where `edge` leads: x [rows, in], dout [rows, out]. Each returns
+// dweight = scale dout^T x and dbias = the sum of dout's rows, written where `edge` leads: x [rows, in], dout [rows, out]. Each returns
 // what a node's backward is to return for that input; undefined without an edge.
-Tensor linear_weight_gradient(const Edge& edge, const Tensor& x, const Tensor& dout);
+Tensor linear_weight_gradient(const Edge& edge, const Tensor& x, const Tensor& dout, double scale = 1);
 Tensor linear_bias_gradient(const Edge& edge, const Tensor& dout);
 
 }  // namespace heddle

@@ -32,7 +32,7 @@ void gemm_and_gelu(const GemmArgs& args, const ExecContext& ctx) {
 }  // namespace
 
 void gemm(const GemmArgs& args, const ExecContext& ctx) {
-  const auto& [a, b, c, bias, write, before_gelu, dgelu_at] = args;
+  const auto& [a, b, c, bias, write, before_gelu, dgelu_at, scale] = args;
   const int rank = c.shape.rank();
   HEDDLE_CHECK(rank >= 2 && a.shape.rank() == rank && b.shape.rank() == rank, "gemm: ranks must be equal and at least 2, got ",
                a.shape, ", ", b.shape, " and ", c.shape);

@@ -34,37 +34,38 @@ struct Matrix {
   }
 };
 
-// c = a b + bias or c += a b, with operands of storage type E, computed in A. The bias, if any, is repeated to c's shape.
+// c = scale a b + bias or c += scale a b, with operands of storage type E, computed in A. The bias, if any, is repeated to c's shape.
 template <typename E, typename A>
 struct Product {
   Matrix<const E> a, b, bias;
   Matrix<A> c;
   Write write;
+  A scale;
 
-  Product transposed() const { return {b.transposed(), a.transposed(), bias.transposed(), c.transposed(), write}; }
+  Product transposed() const { return {b.transposed(), a.transposed(), bias.transposed(), c.transposed(), write, scale}; }
   Product rows(std::int64_t from, std::int64_t to) const {
-    return {a.block(from, to - from, 0, a.cols), b, bias.block(from, to - from, 0, c.cols), c.block(from, to - from, 0, c.cols), write};
+    return {a.block(from, to - from, 0, a.cols), b, bias.block(from, to - from, 0, c.cols), c.block(from, to - from, 0, c.cols), write, scale};
   }
 };
 
 template <std::int64_t count, typename E, typename A>
-void copy_run(const E* __restrict from, A* __restrict to) {
-  for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<A>(from[i]);
+void copy_run(const E* __restrict from, A* __restrict to, A scale = 1) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = scale * static_cast<A>(from[i]);
 }
 
-// Copies b to panels: panel p holds the columns from p * kPanel on, [b.rows, kPanel], the last one filled up with zeros.
+// Copies scale * b to panels: panel p holds the columns from p * kPanel on, [b.rows, kPanel], the last one filled up with zeros.
 template <typename E, typename A>
-void pack_columns(const Matrix<const E>& b, A* panel) {
+void pack_columns(const Matrix<const E>& b, A scale, A* panel) {
   constexpr std::int64_t kWidth = kPanel<A>;
   for (std::int64_t j = 0; j < b.cols; j += kWidth, panel += b.rows * kWidth) {
     const std::int64_t used = std::min(kWidth, b.cols - j);
     if (used == kWidth && b.col_stride == 1) {
-      for (std::int64_t t = 0; t < b.rows; ++t) copy_run<kWidth>(b.at(t, j), panel + t * kWidth);
+      for (std::int64_t t = 0; t < b.rows; ++t) copy_run<kWidth>(b.at(t, j), panel + t * kWidth, scale);
       continue;
     }
     if (used < kWidth) std::fill(panel, panel + b.rows * kWidth, A(0));
     for (std::int64_t l = 0; l < used; ++l)
-      for (std::int64_t t = 0; t < b.rows; ++t) panel[t * kWidth + l] = static_cast<A>(*b.at(t, j + l));
+      for (std::int64_t t = 0; t < b.rows; ++t) panel[t * kWidth + l] = scale * static_cast<A>(*b.at(t, j + l));
   }
 }
 
@@ -128,7 +129,7 @@ void multiply_columns(const Product<E, A>& p, std::int64_t j, std::int64_t width
                       Scratch<A> scratch) {
   const bool adds_bias = t == 0 && p.bias.data != nullptr;
   const Write write = t == 0 && !adds_bias ? p.write : Write::accumulate;
-  pack_columns(p.b.block(t, terms, j, width), scratch.columns());
+  pack_columns(p.b.block(t, terms, j, width), p.scale, scratch.columns());
   for (std::int64_t i = 0; i < p.c.rows; i += kRows) {
     const std::int64_t height = std::min(kRows, p.c.rows - i);
     const Matrix<const E> a = p.a.block(i, height, t, terms);
@@ -191,7 +192,7 @@ void multiply_few_columns(const Product<A, A>& p) {
       A before = A(0);
       if (p.bias.data != nullptr) before = *p.bias.at(i, j);
       else if (p.write == Write::accumulate) before = *p.c.at(i, j);
-      *p.c.at(i, j) = before + dot(p.a.at(i, 0), p.b.at(0, j), p.a.cols);
+      *p.c.at(i, j) = before + p.scale * dot(p.a.at(i, 0), p.b.at(0, j), p.a.cols);
     }
 }
 
@@ -217,7 +218,8 @@ Matrix<E> matrix_of(const View& view, std::int64_t batch) {
 
 template <typename E, typename A>
 Product<E, A> product_of(const GemmArgs& args, const MutView& c, std::int64_t batch) {
-  Product<E, A> p = {matrix_of<const E>(args.a, batch), matrix_of<const E>(args.b, batch), {}, matrix_of<A>(c, batch), args.write};
+  Product<E, A> p = {matrix_of<const E>(args.a, batch), matrix_of<const E>(args.b, batch), {}, matrix_of<A>(c, batch), args.write,
+                     static_cast<A>(args.scale)};
   if (args.bias.defined()) p.bias = {args.bias.as<E>(), p.c.rows, p.c.cols, 0, args.bias.strides[0]};
   return oriented(p);
 }

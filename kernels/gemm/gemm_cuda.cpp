@@ -83,14 +83,15 @@ Shape batch_part(const Shape& values) {
 
 // A product whose c is row-major, one call for every run of evenly spaced matrices.
 void multiply(const GemmArgs& args, const ExecContext& ctx) {
-  const auto& [a, b, c, bias, write, before_gelu, dgelu_at] = args;
+  const auto& [a, b, c, bias, write, before_gelu, dgelu_at, scale] = args;
   const StridedLoop<3> batches(batch_part(c.shape), {batch_part(a.strides), batch_part(b.strides), batch_part(c.strides)});
   batches.walk(0, batches.shape.numel(), [&](const std::array<std::int64_t, 3>& at, std::int64_t count) {
     const GemmPointers pointers{.a = address(b, at[1]),
                                 .b = address(a, at[0]),
                                 .d = const_cast<void*>(address(c, at[2])),
                                 .bias = bias.data,
-                                .aux = before_gelu.defined() ? before_gelu.data : dgelu_at.data};
+                                .aux = before_gelu.defined() ? before_gelu.data : dgelu_at.data,
+                                .scale = scale};
     GemmKey key{.a = swapped_layout(b, batches.inner_stride(1)),
                 .b = swapped_layout(a, batches.inner_stride(0)),
                 .d = swapped_layout(c, batches.inner_stride(2)),

@@ -167,8 +167,8 @@ void run_gemm(const GemmKey& key, const GemmPointers& pointers, const ExecContex
   if (key.has_bias != 0) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
   if (key.epilogue != Epilogue::none) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.aux);
   const bool accumulates = key.accumulates != 0;
-  const float alpha = 1.0f, beta = accumulates ? 1.0f : 0.0f;
-  const double wide_alpha = 1.0, wide_beta = accumulates ? 1.0 : 0.0;
+  const float alpha = static_cast<float>(pointers.scale), beta = accumulates ? 1.0f : 0.0f;
+  const double wide_alpha = pointers.scale, wide_beta = accumulates ? 1.0 : 0.0;
   const bool is_double = static_cast<DType>(key.in) == DType::f64;
   const void* alpha_pointer = is_double ? static_cast<const void*>(&wide_alpha) : &alpha;
   const void* beta_pointer = is_double ? static_cast<const void*>(&wide_beta) : &beta;

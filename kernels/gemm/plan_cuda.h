@@ -20,11 +20,11 @@ struct MatrixLayout {
 
 enum class Epilogue : std::int64_t {
   none,
-  gelu,   // aux = a b + bias, d = gelu_tanh(aux)
-  dgelu,  // d = a b * gelu_tanh'(aux)
+  gelu,   // aux = scale a b + bias, d = gelu_tanh(aux)
+  dgelu,  // d = scale a b * gelu_tanh'(aux)
 };
 
-// All that decides how a product is computed: d = a b + bias, or d += a b. Plain bytes without padding, so that two keys are equal
+// All that decides how a product is computed: d = scale a b + bias, or d += scale a b. Plain bytes without padding, so that two keys are equal
 // exactly when their bytes are.
 struct GemmKey {
   MatrixLayout a, b, d;
@@ -37,13 +37,14 @@ struct GemmKey {
 };
 static_assert(sizeof(GemmKey) == 25 * sizeof(std::int64_t));
 
-// Where the operands of one call are.
+// Where the operands of one call are, and the factor of the product.
 struct GemmPointers {
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
   const void* bias = nullptr;  // [rows of d], of d's dtype, 16-byte aligned
   const void* aux = nullptr;   // laid out like d; written by Epilogue::gelu
+  double scale = 1;
 };
 
 // Runs the product by the plan for its key; the plan is made, and the library's heuristic asked, the first time. Throws
