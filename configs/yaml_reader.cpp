@@ -145,21 +145,6 @@ YamlValue& find_or_add(YamlValue& map, std::string_view key, Place place) {
   return map.items[index];
 }
 
-// Levenshtein distance: insertions, deletions and replacements of one character.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i);
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replace = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replace});
-    }
-  }
-  return row.back();
-}
-
 }  // namespace
 
 YamlReader::YamlReader(std::string path, const std::vector<std::string>& overrides) : path_(std::move(path)) {
@@ -316,7 +301,7 @@ std::string YamlReader::suggestion(const std::string& section, const std::string
   std::tuple<std::size_t, bool> best{std::max<std::size_t>(2, key.size() / 3) + 1, false};
   for (const auto& known : known_) {
     if (known.second == key) return "; it belongs " + (known.first.empty() ? "at the top level" : "under " + known.first);
-    const std::tuple distance{edit_distance(key, known.second), known.first != section};
+    const std::tuple distance{nn::edit_distance(key, known.second), known.first != section};
     if (distance < best) {
       best = distance;
       nearest = &known;

@@ -131,6 +131,20 @@ std::string number_text(double value) {
   return std::string(buffer, end);
 }
 
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replace = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replace});
+    }
+  }
+  return row.back();
+}
+
 std::string quoted_text(std::string_view text) {
   constexpr std::string_view kHex = "0123456789abcdef";
   std::string out = "\"";

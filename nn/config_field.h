@@ -103,6 +103,9 @@ class BadValue : public ConfigError {
 // Shortest text that reads back as the same number, whatever the locale.
 std::string number_text(double value);
 
+// Insertions, deletions and replacements of one character that turn one text into the other (Levenshtein).
+std::size_t edit_distance(std::string_view a, std::string_view b);
+
 // A double-quoted YAML and JSON-like string; control characters are escaped.
 std::string quoted_text(std::string_view text);
 

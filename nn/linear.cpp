@@ -15,6 +15,11 @@ Linear::Linear(const LinearConfig& config, const ModuleOptions& options, Generat
   register_parameter("bias", bias_);
 }
 
+Linear::Linear(const Tensor& weight, const Tensor& bias) : weight_(weight), bias_(bias) {
+  register_parameter("weight", weight_);
+  if (bias_.defined()) register_parameter("bias", bias_);
+}
+
 Tensor Linear::forward(const Tensor& x, Generator*) const { return linear(x, weight_, bias_); }
 
 namespace {

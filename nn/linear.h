@@ -17,6 +17,7 @@ class LinearBase : public Module {
   virtual std::int64_t out_features() const = 0;
   // The weight [out_features, in_features] in a floating dtype, outside the graph.
   virtual Tensor dense_weight() const = 0;
+  virtual const Tensor& bias() const = 0;  // [out_features]; undefined if the layer has none
 
   // What forward adds up, for forward_all: the result of base(), and the low-rank term of a layer that adapts it, whose input has
   // dropout with probability `dropout`.
@@ -40,6 +41,8 @@ class Linear final : public LinearBase {
  public:
   // Where `weight` and `bias` are given, the parameters take their memory (Note: Joined tensors, autograd/ops/joined.h).
   Linear(const LinearConfig& config, const ModuleOptions& options, Generator& generator, const Tensor& weight = {}, const Tensor& bias = {});
+  // A layer of these weights; bias may be undefined.
+  Linear(const Tensor& weight, const Tensor& bias);
 
   Tensor forward(const Tensor& x, Generator* dropout = nullptr) const override;
   std::int64_t in_features() const override { return weight_.size(1); }
@@ -47,7 +50,7 @@ class Linear final : public LinearBase {
   Tensor dense_weight() const override { return weight_.detach(); }
 
   const Tensor& weight() const { return weight_; }
-  const Tensor& bias() const { return bias_; }  // undefined if the layer has none
+  const Tensor& bias() const override { return bias_; }
 
  private:
   Tensor weight_;

@@ -32,6 +32,16 @@ std::vector<NamedTensor> Module::trainable_parameters() const {
   return out;
 }
 
+std::vector<NamedModule> Module::modules() const {
+  std::vector<NamedModule> out;
+  for (const Child& child : children_) {
+    const std::shared_ptr<Module> module = child.get();
+    out.push_back({child.name, module});
+    for (NamedModule& below : module->modules()) out.push_back({child.name + "." + below.name, below.module});
+  }
+  return out;
+}
+
 void Module::freeze() {
   for (NamedTensor& parameter : parameters()) {
     parameter.tensor.set_requires_grad(false);

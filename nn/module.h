@@ -20,6 +20,13 @@ struct NamedTensor {
   Tensor tensor;
 };
 
+class Module;
+
+struct NamedModule {
+  std::string name;
+  std::shared_ptr<Module> module;
+};
+
 // A tree of layers. A module owns parameters (leaf tensors) and child modules, each under a name; full names join with
 // dots and follow Hugging Face: "model.layers.0.self_attn.q_proj.weight". A parameter is trainable exactly when it
 // requires a gradient; train() and eval() never change that. Modules are neither copied nor moved: their slots are
@@ -34,6 +41,9 @@ class Module {
   // All parameters in registration order, depth first, each tensor once.
   std::vector<NamedTensor> parameters() const;
   std::vector<NamedTensor> trainable_parameters() const;
+
+  // Every module below this one, depth first.
+  std::vector<NamedModule> modules() const;
 
   // Makes every parameter below untrainable and drops its gradient.
   void freeze();

@@ -1,0 +1,210 @@
+#include "lora/adapter.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "autograd/grad_mode.h"
+#include "autograd/ops.h"
+
+namespace heddle::lora {
+namespace {
+
+constexpr std::string_view kAllLinear = "all-linear";
+constexpr std::string_view kFused = "c_attn";
+constexpr std::string_view kFusedParts[] = {"q_proj", "k_proj", "v_proj"};
+constexpr const char* kTargetsKey = "lora.target_modules";
+
+// A layer that can be a target, or several that can be one together.
+struct Candidate {
+  std::string name;
+  std::vector<std::string> parts;
+  bool is_fused() const { return parts.size() > 1; }
+};
+
+// Every layer in order, and before the first of each group that can be one, the group.
+std::vector<Candidate> candidates(const std::vector<std::string>& layers) {
+  std::vector<Candidate> out;
+  const std::set<std::string> known(layers.begin(), layers.end());
+  for (const std::string& layer : layers) {
+    if (layer.ends_with(kFusedParts[0])) {
+      const std::string parent = layer.substr(0, layer.size() - kFusedParts[0].size());
+      Candidate group = {parent + std::string(kFused), {}};
+      for (const std::string_view part : kFusedParts) group.parts.push_back(parent + std::string(part));
+      if (std::ranges::all_of(group.parts, [&](const std::string& part) { return known.contains(part); })) out.push_back(std::move(group));
+    }
+    out.push_back({layer, {layer}});
+  }
+  return out;
+}
+
+std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
+bool matches(const std::string& target, const Candidate& candidate) {
+  const std::string& name = candidate.name;
+  if (candidate.is_fused() && last_part(target) != kFused) return false;  // no wildcard means it
+  if (target == kAllLinear) return name != "lm_head";
+  return fnmatch(target.c_str(), name.c_str(), 0) == 0 || fnmatch(("*." + target).c_str(), name.c_str(), 0) == 0;
+}
+
+[[noreturn]] void refuse_target(const std::string& target, const std::vector<Candidate>& all) {
+  std::set<std::string> names;
+  for (const Candidate& candidate : all) names.insert(last_part(candidate.name));
+  const std::string wanted = last_part(target);
+  const auto nearest = std::ranges::min_element(names, {}, [&](const std::string& name) { return nn::edit_distance(wanted, name); });
+  std::string expected = "names of layers, of which there are";
+  for (const std::string& name : names) expected += (name == *names.begin() ? " " : ", ") + name;
+  std::string got = nn::quoted_text(target) + ", which is none of them";
+  if (nearest != names.end() && nn::edit_distance(wanted, *nearest) <= 2) got += "; did you mean " + *nearest + "?";
+  throw nn::BadValue(kTargetsKey, expected, got);
+}
+
+// Hands out dense tensors that lie one after another in memory.
+class Pool {
+ public:
+  Pool(std::int64_t size, const Tensor& like) : memory_(Tensor::empty({size}, like.dtype(), like.device())) {}
+  Tensor take(const Shape& shape) {
+    const std::int64_t start = std::exchange(used_, used_ + shape.numel());
+    return memory_.alias(shape, contiguous_strides(shape), start);
+  }
+
+ private:
+  Tensor memory_;
+  std::int64_t used_ = 0;
+};
+
+void initialise(const AdaptedLayer& layer, const LoraConfig& config, Generator& generator) {
+  const Tensor& a = layer.a;
+  const auto r = static_cast<double>(a.size(0)), bound = 1 / std::sqrt(static_cast<double>(a.size(1)));
+  const bool is_gaussian = config.init_lora_weights == InitLoraWeights::gaussian;
+  a.copy_(is_gaussian ? normal(a.shape(), 0, 1 / r, generator, a.dtype(), a.device())
+                      : uniform(a.shape(), -bound, bound, generator, a.dtype(), a.device()));
+  layer.b.zero_();
+}
+
+// The norms of the rows of all layers' weights, one after another.
+Tensor row_norms(const std::vector<std::shared_ptr<nn::LinearBase>>& layers) {
+  const NoGradGuard no_grad;
+  std::vector<Tensor> norms;
+  for (const auto& layer : layers) {
+    const Tensor weight = layer->dense_weight();
+    const Tensor wide = cast(weight, weight.dtype() == DType::f64 ? DType::f64 : DType::f32);
+    norms.push_back(cast(sqrt(sum(mul(wide, wide), {1})), weight.dtype()));
+  }
+  return concat(norms, 0);
+}
+
+std::map<std::string, std::shared_ptr<nn::LinearBase>> layers_of(const nn::Module& model) {
+  std::map<std::string, std::shared_ptr<nn::LinearBase>> out;
+  for (const auto& [name, module] : model.modules())
+    if (auto layer = std::dynamic_pointer_cast<nn::LinearBase>(module)) out.emplace(name, std::move(layer));
+  return out;
+}
+
+}  // namespace
+
+std::vector<std::string> linear_layers(const nn::Module& model) {
+  std::vector<std::string> out;
+  for (const auto& [name, module] : model.modules()) {
+    HEDDLE_CHECK(dynamic_cast<const LoraLinear*>(module.get()) == nullptr, "lora: ", name, " has an adapter already; detach it first");
+    if (dynamic_cast<const nn::LinearBase*>(module.get()) != nullptr) out.push_back(name);
+  }
+  return out;
+}
+
+std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const LoraConfig& config) {
+  const std::vector<Candidate> all = candidates(layers);
+  for (const std::string& target : config.target_modules)
+    if (std::ranges::none_of(all, [&](const Candidate& candidate) { return matches(target, candidate); })) refuse_target(target, all);
+  std::vector<LayerPlan> out;
+  std::set<std::string> taken;
+  for (const Candidate& candidate : all) {
+    if (std::ranges::none_of(config.target_modules, [&](const std::string& target) { return matches(target, candidate); })) continue;
+    for (const std::string& part : candidate.parts)
+      if (!taken.insert(part).second)
+        throw nn::BadValue(kTargetsKey, "each layer once", concat_text(part, " by itself and as part of ", kFused));
+    out.push_back({candidate.parts, config.rank_of(candidate.name), config.alpha_of(candidate.name), config.scale_of(candidate.name)});
+  }
+  return out;
+}
+
+Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator) : config_(config) {
+  HEDDLE_CHECK(!plan.empty(), "lora: there is no layer to adapt");
+  const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
+  const auto layer = [&](const std::string& name) {
+    const auto at = found.find(name);
+    HEDDLE_CHECK(at != found.end(), "lora: the model has no linear layer '", name, "'");
+    return at->second;
+  };
+  model.freeze();
+  const Tensor like = layer(plan.front().names.front())->dense_weight();
+  std::int64_t a_size = 0, b_size = 0;
+  for (const LayerPlan& item : plan) {
+    a_size += item.r * layer(item.names.front())->in_features();
+    for (const std::string& name : item.names) b_size += item.r * layer(name)->out_features();
+  }
+  Pool as(a_size, like), bs(b_size, like);
+  for (const LayerPlan& item : plan) {
+    std::vector<std::shared_ptr<nn::LinearBase>> parts;
+    std::int64_t rows = 0;
+    for (const std::string& name : item.names) {
+      parts.push_back(layer(name));
+      rows += parts.back()->out_features();
+    }
+    AdaptedLayer out = {item.names, as.take({item.r, parts[0]->in_features()}), bs.take({rows, item.r}), {}, item.alpha, item.scale};
+    initialise(out, config, generator);
+    if (config.use_dora) out.magnitude = row_norms(parts);
+    std::int64_t row = 0;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const std::int64_t end = row + parts[i]->out_features();
+      const LoraFactors factors = {.a = out.a,
+                                   .b = slice(out.b, 0, row, end),
+                                   .scale = item.scale,
+                                   .dropout = config.lora_dropout,
+                                   .magnitude = config.use_dora ? slice(out.magnitude, 0, row, end) : Tensor()};
+      slots_.push_back({item.names[i], parts[i], std::make_shared<LoraLinear>(parts[i], factors), nullptr});
+      row = end;
+    }
+    layers_.push_back(std::move(out));
+  }
+}
+
+std::vector<nn::NamedTensor> Adapter::parameters() const {
+  std::vector<nn::NamedTensor> out;
+  for (const Slot& slot : slots_)
+    for (const auto& [name, tensor] : slot.adapted->trainable_parameters()) {
+      const auto is_same = [&](const nn::NamedTensor& seen) { return seen.tensor.impl_ptr() == tensor.impl_ptr(); };
+      if (std::ranges::none_of(out, is_same)) out.push_back({slot.name + "." + name, tensor});
+    }
+  return out;
+}
+
+void Adapter::fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const {
+  const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
+  for (const Slot& slot : slots_) {
+    const auto at = found.find(slot.name);
+    const auto holds = [&](const std::shared_ptr<nn::LinearBase>& layer) { return layer != nullptr && at->second == layer; };
+    HEDDLE_CHECK(at != found.end() && (holds(slot.own) || holds(slot.adapted) || holds(slot.merged)), "lora: '", slot.name,
+                 "' of this model is not the layer the adapter was made for; detach another adapter first");
+  }
+  for (const Slot& slot : slots_) model.replace_child(slot.name, choose(slot));
+}
+
+void Adapter::attach(nn::Module& model) const {
+  fill_slots(model, [](const Slot& slot) -> std::shared_ptr<nn::LinearBase> { return slot.adapted; });
+}
+
+void Adapter::detach(nn::Module& model) const {
+  fill_slots(model, [](const Slot& slot) { return slot.own; });
+}
+
+void Adapter::merge(nn::Module& model) {
+  for (Slot& slot : slots_) slot.merged = slot.adapted->merged();
+  fill_slots(model, [](const Slot& slot) -> std::shared_ptr<nn::LinearBase> { return slot.merged; });
+}
+
+}  // namespace heddle::lora

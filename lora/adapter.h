@@ -1,0 +1,72 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lora/lora_config.h"
+#include "lora/lora_linear.h"
+
+namespace heddle::lora {
+
+// One adapter in PEFT's sense: of a layer, or of layers of one input that share A because Hugging Face's model has them as one
+// (GPT-2's c_attn). The tensors are handles on the live memory.
+struct AdaptedLayer {
+  std::vector<std::string> names;  // "model.layers.0.self_attn.q_proj"; several share A, and B and magnitude hold their rows in this order
+  Tensor a;                        // [r, in]
+  Tensor b;                        // [out of all, r]
+  Tensor magnitude;                // [out of all], undefined without DoRA
+  double alpha = 0;
+  double scale = 1;
+};
+
+// Layers to adapt, and how.
+struct LayerPlan {
+  std::vector<std::string> names;
+  std::int64_t r = 0;
+  double alpha = 0;
+  double scale = 1;
+};
+
+// The names of the linear layers of a model. Throws heddle::Error if one has an adapter attached.
+std::vector<std::string> linear_layers(const nn::Module& model);
+
+// What the targets of `config` name among layers, in their order. Throws nn::BadValue for a target that matches nothing, with the names
+// there are and the nearest of them, and for a layer claimed both by itself and in a c_attn.
+std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const LoraConfig& config);
+
+// Trainable factors for layers of a model. The model's own layers are neither written nor copied: attaching, merging and detaching change
+// what its slots hold, so several adapters can take turns on one model, and each time it computes the same bits again.
+class Adapter {
+ public:
+  // Freezes every parameter of the model, then makes the factors of the planned layers, each in the layer's dtype, from `generator`. A
+  // of layers that follow each other lie one after another in memory. Nothing is attached yet.
+  Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator);
+
+  const LoraConfig& config() const { return config_; }
+  const std::vector<AdaptedLayer>& layers() const { return layers_; }
+  // What training changes, under the names they have in the model while attached.
+  std::vector<nn::NamedTensor> parameters() const;
+
+  // Puts the adapted layers in the model's slots, or plain layers of the merged weights as they are now, or the model's own layers back.
+  // Throws heddle::Error, changing nothing, if a slot holds a layer of another adapter or model.
+  void attach(nn::Module& model) const;
+  void merge(nn::Module& model);
+  void detach(nn::Module& model) const;
+
+ private:
+  struct Slot {
+    std::string name;
+    std::shared_ptr<nn::LinearBase> own;
+    std::shared_ptr<LoraLinear> adapted;
+    std::shared_ptr<nn::Linear> merged;  // as of the last merge()
+  };
+
+  void fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const;
+
+  LoraConfig config_;
+  std::vector<AdaptedLayer> layers_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace heddle::lora

@@ -1,0 +1,94 @@
+#include "lora/lora_linear.h"
+
+#include <utility>
+
+#include "autograd/grad_mode.h"
+#include "autograd/ops.h"
+
+namespace heddle::lora {
+namespace {
+
+// In which merged weights and row norms are computed.
+DType wide_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+Tensor wide(const Tensor& x) { return cast(x, wide_dtype(x.dtype())); }
+
+void check_factors(const nn::LinearBase& base, const Tensor& weight, const LoraFactors& factors) {
+  const std::int64_t out = base.out_features(), in = base.in_features();
+  const auto& [a, b, scale, dropout, magnitude] = factors;
+  HEDDLE_CHECK(a.rank() == 2 && a.size(1) == in && b.shape() == (Shape{out, a.size(0)}), "lora: a layer [", out, ", ", in,
+               "] needs A [r, ", in, "] and B [", out, ", r], got ", a.shape(), " and ", b.shape());
+  HEDDLE_CHECK(!magnitude.defined() || magnitude.shape() == Shape{out}, "lora: the magnitude must be [", out, "], got ", magnitude.shape());
+  for (const Tensor* factor : {&a, &b, &magnitude}) {
+    if (!factor->defined()) continue;
+    HEDDLE_CHECK(factor->dtype() == a.dtype() && (a.dtype() == weight.dtype() || a.dtype() == wide_dtype(weight.dtype())),
+                 "lora: factors of a ", weight.dtype(), " layer must all be ", weight.dtype(), " or ", wide_dtype(weight.dtype()), ", got ",
+                 factor->dtype());
+    HEDDLE_CHECK(factor->device() == weight.device(), "lora: the layer is on ", weight.device(), ", a factor on ", factor->device());
+  }
+  HEDDLE_CHECK(dropout >= 0 && dropout < 1, "lora: dropout must be in [0, 1), got ", dropout);
+}
+
+}  // namespace
+
+LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors) : base_(std::move(base)), factors_(factors) {
+  const Tensor weight = base_->dense_weight();
+  check_factors(*base_, weight, factors_);
+  has_dtype_of_base_ = factors_.a.dtype() == weight.dtype();
+  register_child("base_layer", base_);
+  register_parameter("lora_A.weight", factors_.a);
+  register_parameter("lora_B.weight", factors_.b);
+  if (factors_.magnitude.defined()) register_parameter("lora_magnitude_vector", factors_.magnitude);
+}
+
+const nn::LinearBase& LoraLinear::base() const { return is_plain() ? *base_ : static_cast<const nn::LinearBase&>(*this); }
+
+nn::LinearBase::Adapter LoraLinear::adapter() const {
+  if (!is_plain()) return {};
+  return {.term = {factors_.a, factors_.b, factors_.scale}, .dropout = active_dropout()};
+}
+
+Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const {
+  if (is_plain()) return nn::forward_all({this}, x, dropout)[0];
+  HEDDLE_CHECK(active_dropout() == 0 || dropout != nullptr, "lora: the adapter has dropout; give a generator or call eval()");
+  const DType dtype = factors_.a.dtype();
+  const Tensor dropped = active_dropout() > 0 ? heddle::dropout(x, active_dropout(), *dropout) : x;
+  const LowRank term = {factors_.a, factors_.b, factors_.scale};
+  const Tensor result = cast(base_->forward(x), dtype);
+  if (!factors_.magnitude.defined()) return cast(add_low_rank({result}, cast(dropped, dtype), {term})[0], x.dtype());
+
+  // DoRA rescales what depends on the weight: not the bias, and of a dropped input the part that it adds.
+  const Tensor bias = base_->bias().defined() ? cast(base_->bias(), dtype) : Tensor();
+  Tensor product = active_dropout() > 0 ? cast(base_->forward(dropped), dtype) : result;
+  if (bias.defined()) product = sub(product, bias);
+  const Tensor adapted = add_low_rank({product}, cast(dropped, dtype), {term})[0];
+  const Tensor gain = div(factors_.magnitude, row_norms());
+  return cast(add(mul(adapted, gain), sub(result, product)), x.dtype());
+}
+
+Tensor LoraLinear::row_norms() const {
+  const NoGradGuard no_grad;
+  // |W + sBA|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, row by row.
+  const Tensor weight = wide(base_->dense_weight()), a = wide(factors_.a.detach()), b = wide(factors_.b.detach());
+  const Tensor twice = scale(matmul(weight, transpose(a, 0, 1)), 2);                                       // [out, r]
+  const Tensor square = scale(matmul(b, matmul(a, transpose(a, 0, 1))), factors_.scale);                   // [out, r]
+  const Tensor added = scale(sum(mul(add(twice, square), b), {1}), factors_.scale);                        // [out]
+  return cast(sqrt(add(sum(mul(weight, weight), {1}), added)), factors_.magnitude.dtype());
+}
+
+Tensor LoraLinear::dense_weight() const {
+  const NoGradGuard no_grad;
+  const Tensor own = base_->dense_weight();
+  Tensor weight = add(wide(own), scale(matmul(wide(factors_.b.detach()), wide(factors_.a.detach())), factors_.scale));
+  if (factors_.magnitude.defined()) {
+    const Tensor gain = div(wide(factors_.magnitude.detach()), sqrt(sum(mul(weight, weight), {1})));  // [out]
+    weight = mul(weight, unsqueeze(gain, 1));
+  }
+  return cast(weight, own.dtype());
+}
+
+std::shared_ptr<nn::Linear> LoraLinear::merged() const {
+  return std::make_shared<nn::Linear>(dense_weight(), bias().defined() ? bias().clone() : Tensor());
+}
+
+}  // namespace heddle::lora
