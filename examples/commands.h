@@ -11,6 +11,7 @@ namespace heddle::examples {
 // `program` is how the user called it: commands that the program prints start with it.
 void add_train_command(CLI::App& app, int& exit_code, const std::string& program);
 void add_generate_command(CLI::App& app, int& exit_code);
+void add_merge_command(CLI::App& app, int& exit_code);
 void add_gradcheck_command(CLI::App& app, int& exit_code);
 void add_attention_command(CLI::App& app, int& exit_code);
 void add_bench_attention_command(CLI::App& app, int& exit_code);

@@ -4,6 +4,7 @@
 #include "examples/commands.h"
 #include "examples/options.h"
 #include "examples/run_setup.h"
+#include "lora/adapter_file.h"
 #include "nn/checkpoint.h"
 #include "nn/generate.h"
 #include "nn/posix_file.h"
@@ -13,7 +14,7 @@ namespace heddle::examples {
 namespace {
 
 struct GenerateCommand {
-  std::string model, prompt, device = "auto";
+  std::string model, adapter, prompt, device = "auto";
   nn::SamplingOptions sampling;
 };
 
@@ -28,6 +29,7 @@ int run_generate(const GenerateCommand& command) {
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
   nn::load_weights(folder / "model.safetensors", model);
+  if (!command.adapter.empty()) lora::load_adapter(command.adapter, model).attach(model);
   model.eval();
 
   const nn::ByteTokenizer tokenizer;
@@ -48,6 +50,7 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   const auto command = std::make_shared<GenerateCommand>();
   nn::SamplingOptions& sampling = command->sampling;
   sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
+  sub->add_option("--adapter", command->adapter, "The folder of an adapter trained on this model");
   sub->add_option("--prompt", command->prompt, "Text to continue; of one longer than the model's context, the end")->required();
   sub->add_option("--max-new-tokens", sampling.max_new_tokens, "How many tokens to add")->check(integer_in(0))->capture_default_str();
   sub->add_option("--temperature", sampling.temperature, "0 takes the most probable token each time")

@@ -23,6 +23,7 @@ int run(int argc, char** argv) {
   int exit_code = 0;
   heddle::examples::add_train_command(app, exit_code, argv[0]);
   heddle::examples::add_generate_command(app, exit_code);
+  heddle::examples::add_merge_command(app, exit_code);
   heddle::examples::add_gradcheck_command(app, exit_code);
   heddle::examples::add_attention_command(app, exit_code);
   heddle::examples::add_bench_attention_command(app, exit_code);

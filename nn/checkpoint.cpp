@@ -209,6 +209,12 @@ void load_weights(const fs::path& file, const CausalLM& model) {
   restore.commit(file);
 }
 
+void save_weights(const fs::path& file, const CausalLM& model) {
+  const std::string bad = first_nonfinite(model.parameters());
+  HEDDLE_CHECK(bad.empty(), printable_path(file), ": not saved, ", bad, " holds NaN or infinity");
+  write_tensors(file, model.parameters());
+}
+
 std::vector<Checkpoint> find_checkpoints(const fs::path& output_dir, std::ostream* warnings) {
   std::vector<Checkpoint> out;
   std::error_code error;

@@ -41,6 +41,9 @@ TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM
 // embedding once, or also as lm_head.weight with equal values; with an untied head lm_head.weight must be there.
 void load_weights(const std::filesystem::path& file, const CausalLM& model);
 
+// Writes such a file, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or infinity.
+void save_weights(const std::filesystem::path& file, const CausalLM& model);
+
 struct Checkpoint {
   std::filesystem::path folder;
   TrainerState state;

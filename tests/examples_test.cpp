@@ -143,7 +143,7 @@ TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
 }
 
 TEST(Tool, EveryHelpHasAnExample) {
-  for (const char* command : {"", "train", "generate", "gradcheck", "attention", "bench-attention", "bench-train"}) {
+  for (const char* command : {"", "train", "generate", "merge", "gradcheck", "attention", "bench-attention", "bench-train"}) {
     const Outcome outcome = heddle(std::string(command) + " --help");
     EXPECT_EQ(outcome.exit_code, 0);
     EXPECT_NE(outcome.output.find("Example: heddle "), std::string::npos) << outcome.output;
@@ -159,7 +159,7 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
         "generate --model runs --prompt ''", "generate --model runs --prompt x --seed -1", "gradcheck --only zzz",
         "generate --model runs --prompt x --seed 99999999999999999999", "generate --model runs --prompt x --top-k 99999999999999999999",
         "attention --input a --output b --scale 0", "attention --input a --output b --scale nan", "attention --input a --output b --device tpu",
-        "attention --input README.md --output ./README.md",
+        "attention --input README.md --output ./README.md", "merge --base runs --adapter runs --output tests",
         "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
     EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
 }

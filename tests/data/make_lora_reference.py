@@ -41,14 +41,14 @@ CASES = {
 }
 
 
-def base_model(architecture, weights):
+def base_model(c, weights):
     """The Hugging Face model of heddle's weights."""
-    c = MODELS[architecture]
-    if architecture == "gpt2":
+    if c.architecture == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=c.vocab_size, n_embd=c.hidden_size, n_layer=c.num_hidden_layers, n_head=c.num_attention_heads,
-            n_inner=c.intermediate_size, n_positions=c.max_position_embeddings, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+            n_inner=c.intermediate_size, n_positions=c.max_position_embeddings, layer_norm_epsilon=c.layer_norm_epsilon,
+            tie_word_embeddings=c.tie_word_embeddings, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0,
+            eos_token_id=0)
         model = transformers.GPT2LMHeadModel(config)
         weights = ref.gpt2_names(c, weights)
     else:
@@ -56,7 +56,8 @@ def base_model(architecture, weights):
             vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
             num_hidden_layers=c.num_hidden_layers, num_attention_heads=c.num_attention_heads,
             num_key_value_heads=c.num_key_value_heads, max_position_embeddings=c.max_position_embeddings,
-            rms_norm_eps=c.rms_norm_eps, tie_word_embeddings=c.tie_word_embeddings))
+            rms_norm_eps=c.rms_norm_eps, rope_parameters=dict(rope_type="default", rope_theta=c.rope_theta),
+            tie_word_embeddings=c.tie_word_embeddings))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return model
@@ -97,7 +98,7 @@ def make_case(name, architecture, options):
     stored = load_file(FOLDER / f"train_{architecture}.safetensors")
     weights = {k.removeprefix("initial/"): t for k, t in stored.items() if k.startswith("initial/")}
     torch.manual_seed(5)
-    base = base_model(architecture, weights)
+    base = base_model(MODELS[architecture], weights)
     config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=architecture == "gpt2",
                              **dict(target_modules=ATTENTION[architecture]) | options)
     model = peft.get_peft_model(base, config).train()

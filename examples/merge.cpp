@@ -1,0 +1,50 @@
+#include <iostream>
+
+#include "examples/commands.h"
+#include "examples/run_setup.h"
+#include "lora/adapter_file.h"
+#include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
+
+namespace heddle::examples {
+namespace {
+
+struct MergeCommand {
+  std::string base, adapter, output;
+};
+
+int run_merge(const MergeCommand& command) {
+  namespace fs = std::filesystem;
+  if (fs::exists(fs::symlink_status(command.output)))
+    throw nn::BadValue("--output", "a folder that does not exist yet", nn::quoted_text(nn::printable(command.output)));
+  nn::AtomicFolder out(command.output);  // before the work, so that a folder that cannot be written is known first
+  const fs::path folder = nn::open_weights(command.base);
+  const config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu"});
+  nn::CausalLM model = make_model(run, kCpu);
+  nn::load_weights(folder / "model.safetensors", model);
+  lora::Adapter adapter = lora::load_adapter(command.adapter, model);
+  adapter.merge(model);
+
+  nn::save_weights(out.path() / "model.safetensors", model);
+  nn::write_file(out.path() / "config.yaml", nn::read_file(folder / "config.yaml"));
+  out.commit();
+  std::size_t layers = 0;
+  for (const lora::AdaptedLayer& layer : adapter.layers()) layers += layer.names.size();
+  std::cout << "merged " << layers << " layers into " << nn::printable(command.output) << ": summed in float32, rounded to "
+            << model.parameters().front().tensor.dtype() << ", to nearest even\n";
+  return 0;
+}
+
+}  // namespace
+
+void add_merge_command(CLI::App& app, int& exit_code) {
+  CLI::App* sub = app.add_subcommand("merge", "Write a model with an adapter's changes in its weights");
+  const auto command = std::make_shared<MergeCommand>();
+  sub->add_option("--base", command->base, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
+  sub->add_option("--adapter", command->adapter, "The folder of an adapter trained on it")->required();
+  sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required();
+  sub->footer("Example: heddle merge --base runs/tiny --adapter runs/tiny_lora/adapter --output runs/merged");
+  sub->callback([command, &exit_code] { exit_code = run_merge(*command); });
+}
+
+}  // namespace heddle::examples

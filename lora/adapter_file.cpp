@@ -1,0 +1,354 @@
+#include "lora/adapter_file.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "autograd/grad_mode.h"
+#include "autograd/ops.h"
+#include "lora/peft_config.h"
+#include "nn/atomic_file.h"
+#include "nn/hf_names.h"
+#include "nn/optim.h"
+#include "nn/safetensors.h"
+
+namespace heddle::lora {
+namespace {
+
+namespace fs = std::filesystem;
+using nn::printable_path;
+
+const char* const kConfigFile = "adapter_config.json";
+const char* const kTensorFile = "adapter_model.safetensors";
+const char* const kFingerprintKey = "heddle_base_fingerprint";
+const char* const kRanksKey = "heddle_ranks:";  // and the name of a layer: "4 0 4"
+constexpr std::string_view kBaseLayer = ".base_layer";
+
+// A linear layer of the model, under an adapter or not.
+struct Part {
+  std::string name;
+  const nn::LinearBase* own = nullptr;
+};
+
+// A layer of the Hugging Face model and the layers of ours that it joins, in order.
+struct HfLayer {
+  std::string name;
+  std::vector<Part> parts;
+
+  std::string key(const char* tensor) const { return "base_model.model." + name + tensor; }
+  std::vector<std::int64_t> sizes() const {
+    std::vector<std::int64_t> out;
+    for (const Part& part : parts) out.push_back(part.own->out_features());
+    return out;
+  }
+};
+
+std::vector<HfLayer> hf_layers(const nn::CausalLM& model) {
+  std::vector<HfLayer> out;
+  for (const auto& [name, module] : model.modules()) {
+    const auto* linear = dynamic_cast<const nn::LinearBase*>(module.get());
+    if (linear == nullptr || name.ends_with(kBaseLayer)) continue;
+    const auto* adapted = dynamic_cast<const LoraLinear*>(linear);
+    const nn::HfLinear hf = nn::hf_linear(model.config().architecture, name);
+    if (hf.part == 0) out.push_back({hf.name, {}});
+    out.back().parts.push_back({name, adapted != nullptr ? adapted->base_layer().get() : linear});
+  }
+  return out;
+}
+
+Tensor on_host(const Tensor& x) { return cast(x.detach(), DType::f32).to(kCpu); }
+
+// Undefined if x is.
+Tensor rows(const Tensor& x, std::int64_t start, std::int64_t end) { return x.defined() ? slice(x, 0, start, end) : x; }
+
+// The factors of one of our layers, on the host.
+struct Factors {
+  Tensor a, b, magnitude;
+  double alpha = 0, scale = 1;
+  const AdaptedLayer* whole = nullptr;
+};
+
+// By name.
+std::map<std::string, Factors> factors_of(const Adapter& adapter, const std::vector<HfLayer>& layers) {
+  std::map<std::string, std::int64_t> sizes;
+  for (const HfLayer& layer : layers)
+    for (const Part& part : layer.parts) sizes[part.name] = part.own->out_features();
+  std::map<std::string, Factors> out;
+  for (const AdaptedLayer& layer : adapter.layers()) {
+    const Tensor a = on_host(layer.a), b = on_host(layer.b);
+    const Tensor magnitude = layer.magnitude.defined() ? on_host(layer.magnitude) : Tensor();
+    std::int64_t start = 0;
+    for (const std::string& name : layer.names) {
+      const std::int64_t end = start + sizes.at(name);
+      out[name] = {a, rows(b, start, end), rows(magnitude, start, end), layer.alpha, layer.scale, &layer};
+      start = end;
+    }
+  }
+  return out;
+}
+
+// What the file holds of one layer.
+struct FileLayer {
+  Tensor a, b, magnitude;
+  double alpha = 0;
+  std::string ranks;  // of separate parts
+};
+
+// The magnitude with which DoRA changes nothing.
+Tensor row_norms(const Tensor& weight) { return sqrt(sum(mul(weight, weight), {1})); }
+
+// Nothing if no part is adapted.
+std::optional<FileLayer> file_layer(const HfLayer& layer, const std::map<std::string, Factors>& adapted, const LoraConfig& config) {
+  std::vector<const Factors*> parts;
+  for (const Part& part : layer.parts) parts.push_back(adapted.contains(part.name) ? &adapted.at(part.name) : nullptr);
+  const auto first = std::ranges::find_if(parts, [](const Factors* part) { return part != nullptr; });
+  if (first == parts.end()) return std::nullopt;
+  const Factors& lead = **first;
+  const bool is_one = std::ranges::all_of(parts, [&](const Factors* part) { return part != nullptr && part->whole == lead.whole; });
+
+  FileLayer out{.alpha = lead.alpha};
+  std::vector<Tensor> as, bs, magnitudes;
+  std::int64_t r = 0;
+  for (const Factors* part : parts) r += part != nullptr ? part->a.size(0) : 0;
+  std::int64_t column = 0;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const Factors* part = parts[i];
+    const std::int64_t rank = part != nullptr ? part->a.size(0) : 0;
+    if (config.use_dora) magnitudes.push_back(part != nullptr ? part->magnitude : row_norms(on_host(layer.parts[i].own->dense_weight())));
+    if (is_one) {
+      bs.push_back(part->b);
+      continue;
+    }
+    out.ranks += concat_text(i == 0 ? "" : " ", rank);
+    bs.push_back(Tensor::zeros({layer.parts[i].own->out_features(), r}));
+    if (part == nullptr) continue;
+    as.push_back(part->a);
+    slice(bs.back(), 1, column, column + rank).copy_(part->scale == lead.scale ? part->b : scale(part->b, part->scale / lead.scale));
+    column += rank;
+  }
+  out.a = is_one ? lead.a : concat(as, 0);
+  out.b = concat(bs, 0);
+  if (config.use_dora) out.magnitude = concat(magnitudes, 0);
+  if (!is_one) out.alpha = lead.scale * (config.use_rslora ? std::sqrt(static_cast<double>(r)) : static_cast<double>(r));
+  return out;
+}
+
+// Targets and patterns are the shortest names that say which layers the file holds.
+PeftConfig peft_config(const LoraConfig& config, const std::map<std::string, bool>& is_target,
+                       const std::map<std::string, std::int64_t>& ranks, const std::map<std::string, double>& alphas) {
+  PeftConfig out{.r = config.r,
+                 .lora_alpha = config.lora_alpha,
+                 .lora_dropout = config.lora_dropout,
+                 .use_rslora = config.use_rslora,
+                 .use_dora = config.use_dora,
+                 .init_lora_weights = std::string(nn::name_of(nn::EnumNames<InitLoraWeights>(kInitNames), config.init_lora_weights))};
+  for (const auto& [ending, is_one] : by_ending(is_target))
+    if (is_one) out.target_modules.push_back(ending);
+  for (const auto& [ending, rank] : by_ending(ranks))
+    if (rank != config.r) out.rank_pattern.emplace_back(ending, rank);
+  for (const auto& [ending, alpha] : by_ending(alphas))
+    if (alpha != config.lora_alpha) out.alpha_pattern.emplace_back(ending, alpha);
+  return out;
+}
+
+LoraConfig lora_config(const PeftConfig& config) {
+  LoraConfig out{.r = config.r,
+                 .lora_alpha = config.lora_alpha,
+                 .lora_dropout = config.lora_dropout,
+                 .target_modules = {},
+                 .use_rslora = config.use_rslora,
+                 .use_dora = config.use_dora};
+  for (const auto& [name, init] : kInitNames)
+    if (name == config.init_lora_weights) out.init_lora_weights = init;
+  return out;
+}
+
+// Reads the tensors of a file, and collects what does not fit.
+class TensorReader {
+ public:
+  explicit TensorReader(const nn::SafetensorsFile& file) : file_(file) {}
+
+  // Undefined if it does not fit.
+  Tensor take(const std::string& key, const Shape& shape) {
+    known_.insert(key);
+    if (!file_.contains(key)) return problem("missing ", key, " ", shape);
+    const nn::SafetensorsInfo& info = file_.info(key);
+    if (info.shape != shape) return problem(key, " is ", info.shape, ", expected ", shape);
+    if (info.dtype != "F32" && info.dtype != "BF16" && info.dtype != "F16")
+      return problem(key, " is ", info.dtype, ", expected F32, BF16 or F16");
+    const Tensor tensor = cast(file_.read(key), DType::f32);
+    return nn::first_nonfinite({{key, tensor}}).empty() ? tensor : problem(key, " holds NaN or infinity");
+  }
+
+  template <typename... Parts>
+  Tensor problem(const Parts&... parts) {
+    problems_ += concat_text("\n  ", kTensorFile, ": ", parts...);
+    return {};
+  }
+
+  void finish(const fs::path& folder) {
+    for (const std::string& name : file_.names())
+      if (!known_.contains(name)) problem("unexpected ", nn::printable(name));
+    HEDDLE_CHECK(problems_.empty(), printable_path(folder), " does not fit this model; nothing was loaded:", problems_);
+  }
+
+ private:
+  const nn::SafetensorsFile& file_;
+  std::set<std::string> known_;
+  std::string problems_;
+};
+
+// What is to be made of an adapter's file: plans, and the values of their factors.
+struct Contents {
+  std::vector<LayerPlan> plans;
+  std::vector<FileLayer> values;
+
+  void add(LayerPlan plan, FileLayer value) {
+    plans.push_back(std::move(plan));
+    values.push_back(std::move(value));
+  }
+};
+
+// The parts of a layer that have their own ranks (Note: Adapter files).
+void add_separate_parts(Contents& out, const HfLayer& layer, const FileLayer& whole, const std::string& ranks, const PeftConfig& config,
+                        TensorReader& reader) {
+  std::istringstream in(ranks);
+  const double scale = config.scale_of(layer.name);
+  const std::int64_t total = whole.a.size(0);
+  std::int64_t column = 0, row = 0;
+  std::size_t i = 0;
+  for (std::int64_t r = 0; i < layer.parts.size() && in >> r && r >= 0 && r <= total - column; ++i) {
+    const std::int64_t row_end = row + layer.parts[i].own->out_features();
+    const Tensor block = rows(whole.b, row, row_end);
+    const auto is_zero = [](const Tensor& x) { return std::ranges::all_of(x.to_doubles(), [](double value) { return value == 0; }); };
+    if (!is_zero(slice(block, 1, 0, column)) || !is_zero(slice(block, 1, column + r, total))) break;
+    const double alpha = scale * (config.use_rslora ? std::sqrt(static_cast<double>(r)) : static_cast<double>(r));
+    if (r > 0)
+      out.add({{layer.parts[i].name}, r, alpha, scale},
+              {rows(whole.a, column, column + r), slice(block, 1, column, column + r), rows(whole.magnitude, row, row_end)});
+    column += r;
+    row = row_end;
+  }
+  if (i != layer.parts.size() || column != total)
+    reader.problem("the metadata give ", layer.name, " the ranks ", nn::printable(ranks), ", which its tensors do not have");
+}
+
+Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config, const std::vector<HfLayer>& layers,
+                       const fs::path& folder) {
+  Contents out;
+  TensorReader reader(file);
+  std::size_t targets = 0;
+  for (const HfLayer& layer : layers) {
+    if (!config.targets(layer.name)) continue;
+    ++targets;
+    const std::int64_t r = config.rank_of(layer.name);
+    std::int64_t out_features = 0;
+    for (const std::int64_t size : layer.sizes()) out_features += size;
+    FileLayer whole{.a = reader.take(layer.key(".lora_A.weight"), {r, layer.parts[0].own->in_features()}),
+                    .b = reader.take(layer.key(".lora_B.weight"), {out_features, r}),
+                    .alpha = config.alpha_of(layer.name)};
+    if (config.use_dora) whole.magnitude = reader.take(layer.key(".lora_magnitude_vector"), {out_features});
+    if (!whole.a.defined() || !whole.b.defined()) continue;
+    if (const auto ranks = file.metadata().find(kRanksKey + layer.name); ranks != file.metadata().end()) {
+      add_separate_parts(out, layer, whole, ranks->second, config, reader);
+      continue;
+    }
+    LayerPlan plan{{}, r, whole.alpha, config.scale_of(layer.name)};
+    for (const Part& part : layer.parts) plan.names.push_back(part.name);
+    out.add(std::move(plan), std::move(whole));
+  }
+  HEDDLE_CHECK(targets > 0, printable_path(folder), ": target_modules names no layer of this model; 0 of ", file.names().size(),
+               " tensors could be applied");
+  reader.finish(folder);
+  return out;
+}
+
+}  // namespace
+
+void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path) {
+  const NoGradGuard no_grad;
+  const std::vector<HfLayer> layers = hf_layers(model);
+  const std::map<std::string, Factors> adapted = factors_of(adapter, layers);
+  std::vector<std::pair<std::string, Tensor>> tensors;
+  std::map<std::string, std::string> metadata = {{"format", "pt"}, {kFingerprintKey, base_fingerprint(model)}};
+  std::map<std::string, bool> is_target;
+  std::map<std::string, std::int64_t> ranks;
+  std::map<std::string, double> alphas;
+  for (const HfLayer& layer : layers) {
+    const auto written = file_layer(layer, adapted, adapter.config());
+    is_target[layer.name] = written.has_value();
+    if (!written) continue;
+    ranks[layer.name] = written->a.size(0);
+    alphas[layer.name] = written->alpha;
+    if (!written->ranks.empty()) metadata[kRanksKey + layer.name] = written->ranks;
+    tensors.emplace_back(layer.key(".lora_A.weight"), written->a);
+    tensors.emplace_back(layer.key(".lora_B.weight"), written->b);
+    if (written->magnitude.defined()) tensors.emplace_back(layer.key(".lora_magnitude_vector"), written->magnitude);
+  }
+  HEDDLE_CHECK(!tensors.empty(), printable_path(folder), ": not written, the adapter has no layers");
+  for (const auto& [name, tensor] : tensors)
+    HEDDLE_CHECK(nn::first_nonfinite({{name, tensor}}).empty(), printable_path(folder), ": not written, ", name, " holds NaN or infinity");
+
+  PeftConfig config = peft_config(adapter.config(), is_target, ranks, alphas);
+  config.base_model_name_or_path = base_path;
+  config.fan_in_fan_out = !model.config().is_llama();
+  nn::AtomicFolder out(folder);
+  nn::write_file(out.path() / kConfigFile, peft_config_text(config));
+  nn::write_safetensors(out.path() / kTensorFile, tensors, metadata);
+  out.commit();
+}
+
+Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
+  const NoGradGuard no_grad;
+  const PeftConfig config = read_peft_config(folder / kConfigFile);
+  const nn::SafetensorsFile file(folder / kTensorFile);
+  if (const auto found = file.metadata().find(kFingerprintKey); found != file.metadata().end()) {
+    const std::string own = base_fingerprint(model);
+    HEDDLE_CHECK(found->second == own, printable_path(folder), " was trained on another base than this model (fingerprint ",
+                 nn::printable(found->second), ", this one has ", own, "); use it with its own: ",
+                 config.base_model_name_or_path.empty() ? "not recorded" : nn::printable(config.base_model_name_or_path));
+  }
+  const Contents contents = read_contents(file, config, hf_layers(model), folder);
+  Generator generator{0};
+  Adapter out(model, contents.plans, lora_config(config), generator);
+  for (std::size_t i = 0; i < contents.values.size(); ++i) {
+    const AdaptedLayer& layer = out.layers()[i];
+    layer.a.copy_(contents.values[i].a);
+    layer.b.copy_(contents.values[i].b);
+    if (layer.magnitude.defined()) layer.magnitude.copy_(contents.values[i].magnitude);
+  }
+  return out;
+}
+
+std::string base_fingerprint(const nn::CausalLM& model) {
+  std::uint64_t hash = 0xCBF29CE484222325u;
+  // FNV-1a over words of eight bytes; the shift lets high bits reach low ones, which multiplication does not.
+  const auto mix = [&hash](const void* data, std::size_t nbytes) {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    for (std::size_t i = 0; i < nbytes; i += sizeof(std::uint64_t)) {
+      std::uint64_t word = 0;
+      std::memcpy(&word, bytes + i, std::min(nbytes - i, sizeof(word)));
+      hash = (hash ^ word) * 0x100000001B3u;
+      hash ^= hash >> 32;
+    }
+  };
+  for (const auto& [name, tensor] : model.parameters()) {
+    if (name.find(".lora_") != std::string::npos) continue;
+    std::string own = name;
+    if (const std::size_t at = own.find(kBaseLayer); at != std::string::npos) own.erase(at, kBaseLayer.size());
+    const std::string head = concat_text(own, " ", tensor.dtype(), " ", tensor.shape());
+    const Tensor host = tensor.detach().to(kCpu), dense = host.is_contiguous() ? host : host.clone();
+    mix(head.data(), head.size());
+    mix(dense.view().data, static_cast<std::size_t>(dense.nbytes()));
+  }
+  std::string out(16, '0');
+  for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];
+  return out;
+}
+
+}  // namespace heddle::lora

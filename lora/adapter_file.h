@@ -1,0 +1,32 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "lora/adapter.h"
+#include "nn/transformer.h"
+
+namespace heddle::lora {
+
+// Note: Adapter files
+// A folder with adapter_config.json and adapter_model.safetensors, as PEFT writes them for the Hugging Face model of the same
+// architecture: its module names, tensors in float32 whatever the factors are (which is exact).
+// GPT-2's c_attn is one layer there, with one A and one B. Adapters of q_proj, k_proj and v_proj by themselves become one of the sum
+// of their ranks: their A lie one after another, their B on the diagonal of a B that is zero elsewhere. Where their scales differ, the
+// ratio to the first goes into B. The metadata of the tensors hold the ranks, so that reading takes them apart again, and a
+// fingerprint of the base. PEFT does not look at metadata; an adapter without a fingerprint is taken to fit.
+
+// Writes the folder, replacing an older one (Note: Safe writing, nn/atomic_file.h). The model is the adapter's, in any state but merged;
+// `base_path` is recorded as where it came from. Throws heddle::Error without writing if a factor holds NaN or infinity.
+void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path);
+
+// The adapter of a folder for a model without one attached. Throws heddle::Error, and the model is unchanged, if it was trained on
+// another base, touches no layer, or has tensors that are missing, unexpected, not finite, of another shape than its config and
+// the model ask for, or of another dtype than float32, bfloat16 or float16: all are named.
+Adapter load_adapter(const std::filesystem::path& folder, nn::CausalLM& model);
+
+// 16 hexadecimal digits from the names, dtypes, shapes and bytes of all parameters but those of adapters: equal for equal bases, for
+// others by chance once in 2^64. Not made against forgery.
+std::string base_fingerprint(const nn::CausalLM& model);
+
+}  // namespace heddle::lora

@@ -1,0 +1,356 @@
+#include "lora/adapter_file.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "autograd/grad_mode.h"
+#include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
+#include "nn/safetensors.h"
+#include "tests/support/error_of.h"
+#include "tests/support/peft.h"
+#include "tests/support/pytorch.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/tiny_run.h"
+
+// Adapter folders: what PEFT wrote (data/README.md), what we write, and what is refused.
+
+namespace heddle::lora {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nn::Architecture, nn::CausalLM, nn::SafetensorsFile;
+using test::error_of, test::peft_adapter, test::peft_base, test::TempFolder, test::tiny_config, test::tiny_model;
+
+const char* const kTensors = "adapter_model.safetensors";
+const char* const kConfig = "adapter_config.json";
+
+std::vector<double> logits(const CausalLM& model) {
+  const NoGradGuard no_grad;
+  return model.forward(Tensor::from_vector<std::int64_t>({3, 1, 4, 1, 5, 9, 2, 6, 5, 3}, {2, 5})).to_doubles();
+}
+
+// Of the model while it has the adapter.
+std::vector<double> logits_with(const Adapter& adapter, CausalLM& model) {
+  adapter.attach(model);
+  const auto out = logits(model);
+  adapter.detach(model);
+  return out;
+}
+
+// An adapter with nothing left at zero.
+Adapter random_adapter(CausalLM& model, const LoraConfig& config, std::uint64_t seed = 1) {
+  Generator generator{seed};
+  Adapter out(model, plan_layers(linear_layers(model), config), config, generator);
+  const NoGradGuard no_grad;
+  for (const AdaptedLayer& layer : out.layers()) {
+    layer.b.copy_(normal(layer.b.shape(), 0, 0.3, generator));
+    if (layer.magnitude.defined()) layer.magnitude.copy_(uniform(layer.magnitude.shape(), 0.5, 1.5, generator));
+  }
+  return out;
+}
+
+void expect_same_tensors(const fs::path& actual, const fs::path& expected) {
+  const SafetensorsFile a(actual), e(expected);
+  ASSERT_EQ(a.names(), e.names());
+  for (const std::string& name : e.names()) {
+    ASSERT_EQ(a.info(name).dtype, e.info(name).dtype) << name;
+    ASSERT_EQ(a.info(name).shape, e.info(name).shape) << name;
+    const Tensor x = a.read(name), y = e.read(name);
+    EXPECT_EQ(std::memcmp(x.view().data, y.view().data, static_cast<std::size_t>(y.nbytes())), 0) << name;
+  }
+}
+
+// The folder with the tensors that `change` makes of its own, and the same config.
+void rewrite(const fs::path& from, const fs::path& to, const std::function<void(std::map<std::string, Tensor>&)>& change) {
+  const SafetensorsFile file(from / kTensors);
+  std::map<std::string, Tensor> tensors;
+  for (const std::string& name : file.names()) tensors[name] = file.read(name);
+  change(tensors);
+  fs::create_directories(to);
+  fs::copy_file(from / kConfig, to / kConfig, fs::copy_options::overwrite_existing);
+  nn::write_safetensors(to / kTensors, {tensors.begin(), tensors.end()});
+}
+
+void edit_config(const fs::path& folder, const json& change) {
+  json config = json::parse(nn::read_file(folder / kConfig));
+  config.update(change);
+  nn::write_file(folder / kConfig, config.dump());
+}
+
+class PeftFolder : public testing::TestWithParam<std::string> {};
+
+TEST_P(PeftFolder, IsTheSameAfterLoadingAndSaving) {
+  const TempFolder out;
+  const auto base = peft_base(GetParam());
+
+  save_adapter(out / "adapter", *base, load_adapter(peft_adapter(GetParam()), *base), "");
+
+  expect_same_tensors(out / "adapter" / kTensors, peft_adapter(GetParam()) / kTensors);
+  json theirs = json::parse(nn::read_file(peft_adapter(GetParam()) / kConfig));
+  if (GetParam() == "llama_patterns") {  // whole names, and longer ones than needed
+    theirs["target_modules"] = {"down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"};
+    theirs["alpha_pattern"] = {{"up_proj", 11}};
+  }
+  EXPECT_EQ(nn::read_file(out / "adapter" / kConfig), theirs.dump(2));
+}
+
+// A logit is up to 10 and the end of some 20 sums of at most 96 terms, in other orders than PyTorch's.
+TEST_P(PeftFolder, GivesPeftsLogits) {
+  const auto base = peft_base(GetParam());
+  const SafetensorsFile stored(test::kPeftFile), run(test::peft_base_file(GetParam()));
+  const Adapter adapter = load_adapter(peft_adapter(GetParam()), *base);
+  adapter.attach(*base);
+  base->eval();
+
+  const NoGradGuard no_grad;
+  test::expect_near_pytorch(base->forward(run.read("input_ids")), stored.read(GetParam() + "/logits"), 1e-5, "logits");
+}
+
+INSTANTIATE_TEST_SUITE_P(, PeftFolder, testing::ValuesIn(test::kPeftCases), [](const auto& info) { return info.param; });
+
+TEST(AdapterFile, AdaptersFromFilesTakeTurnsBitForBit) {
+  const auto model = peft_base("llama_plain");
+  const auto plain = logits(*model);
+  const Adapter one = load_adapter(peft_adapter("llama_plain"), *model), other = load_adapter(peft_adapter("llama_patterns"), *model);
+
+  const auto first = logits_with(one, *model), second = logits_with(other, *model);
+
+  EXPECT_NE(first, second);
+  EXPECT_NE(first, plain);
+  EXPECT_EQ(logits_with(one, *model), first);
+  EXPECT_EQ(logits_with(other, *model), second);
+  EXPECT_EQ(logits(*model), plain);
+}
+
+// What GPT-2 has as one layer: every choice of projections, with 3 query heads and 1 key/value head of 4.
+TEST(AdapterFile, SeparateProjectionsOfGpt2AreOneLayerInTheFile) {
+  nn::TransformerConfig config = tiny_config();
+  config.num_key_value_heads = 1;
+  const std::vector<std::string> all = {"q_proj", "k_proj", "v_proj"};
+  for (int subset = 1; subset < 8; ++subset) {
+    for (const bool use_dora : {false, true}) {
+      LoraConfig lora{.r = 2, .lora_alpha = 3, .target_modules = {}, .use_dora = use_dora};
+      lora.rank_pattern = {{"layers.1.self_attn.v_proj", 5}};
+      for (int i = 0; i < 3; ++i)
+        if ((subset >> i & 1) != 0) lora.target_modules.push_back(all[static_cast<std::size_t>(i)]);
+      CausalLM model = tiny_model(config);
+      const Adapter adapter = random_adapter(model, lora);
+      const TempFolder out;
+      save_adapter(out / "ours", model, adapter, "");
+      rewrite(out / "ours", out / "without_metadata", [](auto&) {});
+      const Adapter again = load_adapter(out / "ours", model), as_peft = load_adapter(out / "without_metadata", model);
+
+      const auto expected = logits_with(adapter, model);
+      for (const Adapter* one : {&again, &as_peft}) {
+        const auto actual = logits_with(*one, model);
+        // Logits below 10, other orders of the same few additions.
+        for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(actual[i], expected[i], 1e-5) << subset << use_dora;
+      }
+      ASSERT_EQ(again.layers().size(), adapter.layers().size());
+      for (std::size_t i = 0; i < again.layers().size(); ++i) {
+        EXPECT_EQ(again.layers()[i].names, adapter.layers()[i].names);
+        EXPECT_EQ(again.layers()[i].a.to_doubles(), adapter.layers()[i].a.to_doubles());
+      }
+      EXPECT_EQ(SafetensorsFile(out / "ours" / kTensors).info("base_model.model.transformer.h.0.attn.c_attn.lora_B.weight").shape,
+                (Shape{20, 2 * std::popcount(static_cast<unsigned>(subset))}));
+    }
+  }
+}
+
+TEST(AdapterFile, RanksThatTheTensorsDoNotHaveAreRefused) {
+  CausalLM model = tiny_model(tiny_config());
+  const TempFolder out;
+  save_adapter(out / "a", model, random_adapter(model, {.r = 2, .target_modules = {"q_proj", "v_proj"}}), "");
+  const SafetensorsFile file(out / "a" / kTensors);
+  std::vector<std::pair<std::string, Tensor>> tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.read(name));
+  auto metadata = file.metadata();
+  EXPECT_EQ(metadata["heddle_ranks:transformer.h.1.attn.c_attn"], "2 0 2");
+  for (const std::string bad : {"4 0 0", "2 2 0", "2 0 1", "2 0", "-1 0 5", "x", ""}) {
+    metadata["heddle_ranks:transformer.h.1.attn.c_attn"] = bad;
+    nn::write_safetensors(out / "a" / kTensors, tensors, metadata);
+
+    EXPECT_EQ(error_of([&] { load_adapter(out / "a", model); }),
+              (out / "a").string() + " does not fit this model; nothing was loaded:\n  adapter_model.safetensors: the metadata give "
+              "transformer.h.1.attn.c_attn the ranks " + bad + ", which its tensors do not have");
+  }
+}
+
+TEST(AdapterFile, MisfitsAreListedTogetherAndNothingIsLoaded) {
+  const TempFolder out;
+  const auto model = peft_base("llama_plain");
+  const std::string layer = "base_model.model.model.layers.1.self_attn.";
+  rewrite(peft_adapter("llama_plain"), out / "a", [&](auto& tensors) {
+    tensors.erase(layer + "k_proj.lora_A.weight");
+    tensors[layer + "k_proj.lora_B.weight"] = Tensor::zeros({16, 4});
+    tensors[layer + "o_proj.lora_A.weight"] = Tensor::zeros({3, 32}, DType::f64);
+    tensors[layer + "q_proj.lora_B.weight"] = Tensor::full({32, 3}, std::numeric_limits<double>::infinity());
+    tensors[layer + "v_proj.lora_C.weight"] = Tensor::zeros({1});
+  });
+
+  const std::string message = error_of([&] { load_adapter(out / "a", *model); });
+
+  const std::string start = "\n  adapter_model.safetensors: ";
+  EXPECT_EQ(message, (out / "a").string() + " does not fit this model; nothing was loaded:" +
+                         start + layer + "q_proj.lora_B.weight holds NaN or infinity" +
+                         start + "missing " + layer + "k_proj.lora_A.weight [3, 32]" +
+                         start + layer + "k_proj.lora_B.weight is [16, 4], expected [16, 3]" +
+                         start + layer + "o_proj.lora_A.weight is F64, expected F32, BF16 or F16" +
+                         start + "unexpected " + layer + "v_proj.lora_C.weight");
+  EXPECT_EQ(model->trainable_parameters().size(), model->parameters().size());
+  EXPECT_EQ(linear_layers(*model).size(), 15u);
+}
+
+TEST(AdapterFile, ARankThatTheConfigDoesNotSayIsRefused) {
+  const TempFolder out;
+  const auto model = peft_base("gpt2_plain");
+  rewrite(peft_adapter("gpt2_plain"), out / "a", [](auto&) {});
+  edit_config(out / "a", {{"r", 16}});
+
+  const std::string message = error_of([&] { load_adapter(out / "a", *model); });
+
+  EXPECT_NE(message.find("transformer.h.0.attn.c_attn.lora_A.weight is [3, 32], expected [16, 32]"), std::string::npos) << message;
+}
+
+TEST(AdapterFile, AlphaOfTheFileCounts) {
+  const TempFolder out;
+  const auto model = peft_base("gpt2_plain");
+  rewrite(peft_adapter("gpt2_plain"), out / "a", [](auto&) {});
+  edit_config(out / "a", {{"lora_alpha", 16}});
+
+  EXPECT_EQ(load_adapter(out / "a", *model).layers()[0].scale, 16.0 / 3);
+}
+
+TEST(AdapterFile, AnAdapterOfAnotherBaseIsRefused) {
+  const TempFolder out;
+  CausalLM trained_on = tiny_model(tiny_config(), 1), other = tiny_model(tiny_config(), 2);
+  save_adapter(out / "a", trained_on, random_adapter(trained_on, {}), "runs/base");
+
+  EXPECT_EQ(error_of([&] { load_adapter(out / "a", other); }),
+            (out / "a").string() + " was trained on another base than this model (fingerprint " + base_fingerprint(trained_on) +
+                ", this one has " + base_fingerprint(other) + "); use it with its own: runs/base");
+  EXPECT_EQ(error_of([&] { load_adapter(out / "a", trained_on); }), "no error");
+}
+
+TEST(AdapterFile, AnAdapterThatTouchesNoLayerIsRefused) {
+  const TempFolder out;
+  const auto model = peft_base("llama_plain");
+  rewrite(peft_adapter("llama_plain"), out / "a", [](auto&) {});
+  edit_config(out / "a", {{"target_modules", {"c_attn"}}});
+
+  EXPECT_EQ(error_of([&] { load_adapter(out / "a", *model); }),
+            (out / "a").string() + ": target_modules names no layer of this model; 0 of 16 tensors could be applied");
+}
+
+TEST(AdapterFile, AFileWithoutTensorsIsRefused) {
+  const TempFolder out;
+  const auto model = peft_base("gpt2_plain");
+  rewrite(peft_adapter("gpt2_plain"), out / "a", [](auto& tensors) { tensors.clear(); });
+
+  const std::string message = error_of([&] { load_adapter(out / "a", *model); });
+
+  EXPECT_NE(message.find("missing base_model.model.transformer.h.0.attn.c_attn.lora_A.weight [3, 32]"), std::string::npos) << message;
+}
+
+// Merging it would change the embedding as well.
+TEST(AdapterFile, ATiedHeadHasNoAdapter) {
+  const TempFolder out;
+  const auto model = peft_base("gpt2_plain");
+  rewrite(peft_adapter("gpt2_plain"), out / "a", [](auto& tensors) {
+    tensors["base_model.model.lm_head.lora_A.weight"] = Tensor::zeros({3, 32});
+    tensors["base_model.model.lm_head.lora_B.weight"] = Tensor::zeros({64, 3});
+  });
+  edit_config(out / "a", {{"target_modules", {"c_attn", "attn.c_proj", "lm_head"}}});
+
+  const std::string message = error_of([&] { load_adapter(out / "a", *model); });
+
+  EXPECT_NE(message.find("unexpected base_model.model.lm_head.lora_A.weight"), std::string::npos) << message;
+}
+
+TEST(AdapterFile, SixteenBitFactorsAreWrittenAsFloat32AndReadBackExactly) {
+  const TempFolder out;
+  for (const Architecture architecture : {Architecture::gpt2, Architecture::llama}) {
+    CausalLM model = tiny_model(tiny_config(architecture), 1, DType::bf16);
+    const Adapter adapter = random_adapter(model, {.use_dora = true});
+    save_adapter(out / "a", model, adapter, "");
+
+    const SafetensorsFile file(out / "a" / kTensors);
+    for (const std::string& name : file.names()) EXPECT_EQ(file.info(name).dtype, "F32") << name;
+    EXPECT_EQ(test::values_of(load_adapter(out / "a", model).parameters()), test::values_of(adapter.parameters()));
+  }
+}
+
+TEST(AdapterFile, FactorsThatAreNotFiniteAreNotWritten) {
+  const TempFolder out;
+  CausalLM model = tiny_model(tiny_config());
+  const Adapter adapter = random_adapter(model, {.target_modules = {"o_proj"}});
+  {
+    const NoGradGuard no_grad;
+    adapter.layers()[1].b.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+
+  EXPECT_EQ(error_of([&] { save_adapter(out / "a", model, adapter, ""); }),
+            (out / "a").string() + ": not written, base_model.model.transformer.h.1.attn.c_proj.lora_B.weight holds NaN or infinity");
+  EXPECT_FALSE(fs::exists(out / "a"));
+}
+
+TEST(AdapterFile, TargetsAreWrittenAsTheShortestNamesThatFit) {
+  const TempFolder out;
+  CausalLM model = tiny_model(tiny_config());
+  save_adapter(out / "a", model, random_adapter(model, {.r = 2, .target_modules = {"o_proj", "layers.1.mlp.up_proj"},
+                                                        .rank_pattern = {{"layers.0.self_attn.o_proj", 4}}}), "");
+
+  const json config = json::parse(nn::read_file(out / "a" / kConfig));
+
+  EXPECT_EQ(config["target_modules"], json({"attn.c_proj", "h.1.mlp.c_fc"}));
+  EXPECT_EQ(config["rank_pattern"], json({{"h.0.attn.c_proj", 4}}));
+}
+
+TEST(AdapterFile, AMergedCheckpointHoldsTheMergedWeightsAfterTheModelIsUnmerged) {
+  const TempFolder out;
+  const auto model = peft_base("gpt2_dora"), again = peft_base("gpt2_dora");
+  Adapter adapter = load_adapter(peft_adapter("gpt2_dora"), *model);
+  const auto plain = test::values_of(model->parameters());
+  const auto adapted = logits_with(adapter, *model);
+
+  adapter.merge(*model);
+  nn::save_weights(out / "model.safetensors", *model);
+  adapter.detach(*model);
+  nn::load_weights(out / "model.safetensors", *again);
+
+  EXPECT_EQ(test::values_of(model->parameters()), plain);
+  const auto merged = logits(*again);
+  // Logits below 10; each weight is rounded once more, and adds up with others in some 20 sums of at most 96 terms.
+  for (std::size_t i = 0; i < merged.size(); ++i) ASSERT_NEAR(merged[i], adapted[i], 1e-4);
+}
+
+TEST(BaseFingerprint, IsThatOfTheBaseAlsoUnderAnAdapter) {
+  CausalLM model = tiny_model(tiny_config());
+  const std::string plain = base_fingerprint(model);
+  const Adapter adapter = random_adapter(model, {});
+  adapter.attach(model);
+
+  EXPECT_EQ(plain.size(), 16u);
+  EXPECT_EQ(base_fingerprint(model), plain);
+}
+
+TEST(BaseFingerprint, SeesTheSignsOfTwoWeights) {
+  const CausalLM model = tiny_model(tiny_config());
+  const std::string plain = base_fingerprint(model);
+  const Tensor weight = model.parameters()[0].tensor;
+  const NoGradGuard no_grad;
+
+  for (const std::int64_t column : {1, 3}) slice(select_index(weight, 0, 0), 0, column, column + 1).mul_(-1);
+
+  EXPECT_NE(base_fingerprint(model), plain);
+}
+
+}  // namespace
+}  // namespace heddle::lora
