@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention/attention_sm80.h"
 #include "kernels/attention/blocks_sm80.cuh"
 #include "kernels/attention/tile_sm80.h"
@@ -125,105 +127,135 @@ struct ForwardWarp {
   }
 };
 
+// The rows of one block, and what they visit.
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kWarps == 4 ? 2 : 1) forward_kernel(const __grid_constant__ ForwardParams p) {
-  using Warp = ForwardWarp<T, Shape>;
+struct ForwardBlock {
   using QueryTile = SharedTile<Shape::kRows, Shape::kHead>;
   using KeyTile = SharedTile<Shape::kKeys, Shape::kHead>;
-  constexpr int kThreads = Shape::kThreads, kHeadSteps = Shape::kHead / kBlockDepth, kKeySteps = Shape::kKeys / kBlockDepth;
-  extern __shared__ __align__(128) std::uint8_t memory[];
+  static constexpr int kThreads = Shape::kThreads;
 
-  const int tiles = (p.sequences.longest_q + Shape::kRows - 1) / Shape::kRows;
-  BlockIndex block = block_index(tiles, p.heads, p.sequences.count, p.section_heads);
-  if (p.is_causal) block.tile = tiles - 1 - block.tile;  // the longest first
-  const Sequence sequence(p.sequences, block.sequence);
-  const int first_row = block.tile * Shape::kRows, rows = min(Shape::kRows, sequence.Sq - first_row);
-  if (rows <= 0) return;
-
-  const auto q = rows_of<const T>(p.q, sequence.batch, sequence.q_row + first_row, block.head);
-  const auto k = rows_of<const T>(p.k, sequence.batch, sequence.k_row, block.head / p.group);
-  const auto v = rows_of<const T>(p.v, sequence.batch, sequence.k_row, block.head / p.group);
-  // The first row sees `visible` keys, with a causal mask each row one more; the block's rows see `keys` in all.
-  const int visible = p.is_causal ? first_row + 1 + sequence.Sk - sequence.Sq : sequence.Sk;
-  const int keys = p.is_causal ? min(sequence.Sk, visible + rows - 1) : sequence.Sk;
-  const int key_tiles = keys <= 0 ? 0 : (keys + Shape::kKeys - 1) / Shape::kKeys;
-  const int unmasked_tiles = max(0, min(visible, sequence.Sk)) / Shape::kKeys;
-
-  const std::uint32_t queries_at = static_cast<std::uint32_t>(__cvta_generic_to_shared(memory));
-  const std::uint32_t keys_at = queries_at + QueryTile::kBytes, values_at = keys_at + Shape::kStages * KeyTile::kBytes;
-  const auto load_keys = [&](const GlobalRows<const T>& from, std::uint32_t to, int tile) {
-    load_tile<KeyTile, kThreads>(to, GlobalRows<const T>{from.row(tile * Shape::kKeys), from.stride}, 0, sequence.Sk - tile * Shape::kKeys, p.D);
-  };
-
-  const int warp_row = threadIdx.x / kWarp * (Shape::kRows / Shape::kWarps);
-  const auto query_cursor = rows_first<QueryTile>(queries_at, warp_row, 0);
-  Warp warp;
-  warp.reset();
-  // From the last tile of keys to the first: those with a mask come first.
+  const ForwardParams& p;
+  BlockIndex index;
+  Sequence sequence;
+  int first_row, rows;  // in the sequence; rows <= 0: there are none
+  int visible;          // keys that the first row sees; with a causal mask each row sees one more
+  int key_tiles, unmasked_tiles;
+  int warp_row;
+  GlobalRows<const T> k, v;
+  std::uint32_t queries_at, keys_at, values_at;  // in shared memory
   int stage = 0;
-  if (key_tiles > 0) {
-    load_tile<QueryTile, kThreads>(queries_at, q, 0, rows, p.D);
+  ForwardWarp<T, Shape> warp;
+
+  __device__ __forceinline__ ForwardBlock(const ForwardParams& params, const BlockIndex& block, std::uint32_t memory)
+      : p(params), index(block), sequence(p.sequences, block.sequence), first_row(block.tile * Shape::kRows),
+        rows(min(Shape::kRows, sequence.Sq - first_row)), warp_row(threadIdx.x / kWarp * (Shape::kRows / Shape::kWarps)),
+        k(rows_of<const T>(p.k, sequence.batch, sequence.k_row, block.head / p.group)),
+        v(rows_of<const T>(p.v, sequence.batch, sequence.k_row, block.head / p.group)), queries_at(memory),
+        keys_at(queries_at + QueryTile::kBytes), values_at(keys_at + Shape::kStages * KeyTile::kBytes) {
+    visible = p.is_causal ? first_row + 1 + sequence.Sk - sequence.Sq : sequence.Sk;
+    const int keys = p.is_causal ? min(sequence.Sk, visible + rows - 1) : sequence.Sk;
+    key_tiles = keys <= 0 ? 0 : (keys + Shape::kKeys - 1) / Shape::kKeys;
+    unmasked_tiles = max(0, min(visible, sequence.Sk)) / Shape::kKeys;
+  }
+
+  __device__ __forceinline__ void load_keys(const GlobalRows<const T>& from, std::uint32_t to, int tile) const {
+    load_tile<KeyTile, kThreads>(to, GlobalRows<const T>{from.row(tile * Shape::kKeys), from.stride}, 0, sequence.Sk - tile * Shape::kKeys, p.D);
+  }
+
+  // Starts the copies of the first tiles.
+  __device__ __forceinline__ void start() const {
+    if (key_tiles == 0) return;
+    load_tile<QueryTile, kThreads>(queries_at, rows_of<const T>(p.q, sequence.batch, sequence.q_row + first_row, index.head), 0, rows, p.D);
     load_keys(k, keys_at, key_tiles - 1);
     commit_copies();
     if (Shape::kStages == 2) load_keys(v, values_at, key_tiles - 1);
     commit_copies();
   }
-  for (int j = key_tiles - 1; j >= 0; --j) {
+
+  // One tile of keys. kMasked: some pairs may be hidden. Otherwise nothing is between the two products, so that the second begins
+  // under the exponentials.
+  template <bool kMasked>
+  __device__ __forceinline__ void visit(int tile) {
     const std::uint32_t key_tile = keys_at + stage * KeyTile::kBytes, value_tile = values_at + stage * KeyTile::kBytes;
-    const bool is_first = j == key_tiles - 1;
-    if (is_first) wait_copies<1>();
+    const bool is_first = kMasked && tile == key_tiles - 1;
+    if (is_first) wait_copies<1>();  // the values of the first tile may still be on their way
     else wait_copies<0>();
     __syncthreads();  // the tile is there for all, and all are done with the one before
     if constexpr (Shape::kStages == 2) {
       stage ^= 1;
-      if (j > 0) {
-        load_keys(k, keys_at + stage * KeyTile::kBytes, j - 1);
-        load_keys(v, values_at + stage * KeyTile::kBytes, j - 1);
+      if (tile > 0) {
+        load_keys(k, keys_at + stage * KeyTile::kBytes, tile - 1);
+        load_keys(v, values_at + stage * KeyTile::kBytes, tile - 1);
       }
     } else {
-      load_keys(v, value_tile, j);
+      load_keys(v, value_tile, tile);
     }
     commit_copies();
-
-    clear(warp.scores);
-    const auto key_cursor = columns_first<KeyTile>(key_tile, 0, 0);
-    multiply<T, kHeadSteps>(
-        warp.scores, [&](auto& to, int i, int step) { load_matrices(to, query_cursor.at(16 * i, 16 * step)); },
-        [&](auto& to, int column, int step) { load_matrices(to, key_cursor.at(8 * column, 16 * step)); });
+    multiply_keys(key_tile);
     if constexpr (Shape::kStages == 1) {
       wait_copies<0>();
       __syncthreads();
-      if (j > 0) load_keys(k, key_tile, j - 1);
+      if (tile > 0) load_keys(k, key_tile, tile - 1);
       commit_copies();
     } else if (is_first) {
       wait_copies<1>();
       __syncthreads();
     }
-    const bool is_masked = j >= unmasked_tiles;
-    const int first_key = j * Shape::kKeys, limit = (p.is_causal ? visible + warp_row : sequence.Sk) - first_key;
-    if (is_masked) warp.mask(limit, p.is_causal, sequence.Sk - first_key);
+    const int first_key = tile * Shape::kKeys, limit = (p.is_causal ? visible + warp_row : sequence.Sk) - first_key;
+    if constexpr (kMasked) warp.mask(limit, p.is_causal, sequence.Sk - first_key);
     warp.softmax(p.scale_log2);
-    if (is_masked && p.is_causal && has_not_finite<T, KeyTile, kThreads>(value_tile)) {
+    if (kMasked && p.is_causal && has_not_finite<T, KeyTile, kThreads>(value_tile)) {
       warp.template add_not_finite<KeyTile>(value_tile, limit, p.is_causal, sequence.Sk - first_key);
       __syncthreads();
       clear_not_finite<T, KeyTile, kThreads>(value_tile);
       __syncthreads();
     }
-    const auto value_cursor = rows_first<KeyTile>(value_tile, 0, 0);
-    multiply<T, kKeySteps>(
-        warp.out, [&](auto& to, int i, int step) { pack_left<T>(to, warp.scores[i][2 * step], warp.scores[i][2 * step + 1]); },
-        [&](auto& to, int column, int step) { load_matrices_transposed(to, value_cursor.at(16 * step, 8 * column)); });
+    multiply_values(value_tile);
   }
 
-  float* lse = p.lse + sequence.batch * p.lse_batch + block.head * p.lse_head + (sequence.q_row + first_row + warp_row) * p.lse_row;
-  warp.finish(p.scale, lse, p.lse_row, rows - warp_row);
-  // A warp's output replaces its own queries.
-  __syncwarp();
-  put_result<T>(result<QueryTile>(queries_at, warp_row, 0), warp.out);
-  __syncwarp();
-  store_tile<QueryTile, Shape::kRows / Shape::kWarps, kWarp>(queries_at, warp_row, threadIdx.x % kWarp,
-                                                             rows_of<T>(p.out, sequence.batch, sequence.q_row + first_row, block.head),
-                                                             rows, p.D);
+  __device__ __forceinline__ void multiply_keys(std::uint32_t tile) {
+    clear(warp.scores);
+    const auto left = rows_first<QueryTile>(queries_at, warp_row, 0);
+    const auto right = columns_first<KeyTile>(tile, 0, 0);
+    multiply<T, Shape::kHead / kBlockDepth>(
+        warp.scores, [&](auto& to, int i, int step) { load_matrices(to, left.at(16 * i, 16 * step)); },
+        [&](auto& to, int j, int step) { load_matrices(to, right.at(8 * j, 16 * step)); });
+  }
+  __device__ __forceinline__ void multiply_values(std::uint32_t tile) {
+    const auto right = rows_first<KeyTile>(tile, 0, 0);
+    multiply<T, Shape::kKeys / kBlockDepth>(
+        warp.out, [&](auto& to, int i, int step) { pack_left<T>(to, warp.scores[i][2 * step], warp.scores[i][2 * step + 1]); },
+        [&](auto& to, int j, int step) { load_matrices_transposed(to, right.at(16 * step, 8 * j)); });
+  }
+
+  // A warp's output replaces its own queries and leaves in 16-byte pieces.
+  __device__ __forceinline__ void write() {
+    float* const lse = p.lse + sequence.batch * p.lse_batch + index.head * p.lse_head + (sequence.q_row + first_row + warp_row) * p.lse_row;
+    warp.finish(p.scale, lse, p.lse_row, rows - warp_row);
+    __syncwarp();
+    put_result<T>(result<QueryTile>(queries_at, warp_row, 0), warp.out);
+    __syncwarp();
+    const auto out = rows_of<T>(p.out, sequence.batch, sequence.q_row + first_row, index.head);
+    store_tile<QueryTile, Shape::kRows / Shape::kWarps, kWarp>(queries_at, warp_row, threadIdx.x % kWarp, out, rows, p.D);
+  }
+};
+
+// Blocks of four warps come in pairs on a multiprocessor: one's softmax runs under the other's products.
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kWarps == 4 ? 2 : 1) forward_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(128) std::uint8_t memory[];
+  const int tiles = (p.sequences.longest_q + Shape::kRows - 1) / Shape::kRows;
+  BlockIndex index = block_index(tiles, p.heads, p.sequences.count, p.section_heads);
+  if (p.is_causal) index.tile = tiles - 1 - index.tile;  // the longest first
+  ForwardBlock<T, Shape> block(p, index, static_cast<std::uint32_t>(__cvta_generic_to_shared(memory)));
+  if (block.rows <= 0) return;
+  block.start();
+  block.warp.reset();
+  // From the last tile of keys to the first, so that those with hidden pairs come first.
+  int tile = block.key_tiles - 1;
+  for (const int masked = min(block.unmasked_tiles, tile); tile >= max(masked, 0); --tile) block.template visit<true>(tile);
+  for (; tile >= 0; --tile) block.template visit<false>(tile);
+  block.write();
 }
 
 template <typename T, typename Shape>
