@@ -37,8 +37,11 @@ struct RunningSoftmax {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
       // A row that has seen no key yet keeps -inf; 0 in its place keeps the exponents from becoming NaN.
-      const float safe = largest == -INFINITY ? 0.0f : largest * scale_log2;
-      factor[h] = exp2f(fmaf(max[h], scale_log2, -safe));
+      const float safe = largest == -INFINITY ? 0.0f : largest;
+      // From the difference: the maximum times the scale is not the product rounded, and a factor that is not quite 1 in every
+      // tile adds up.
+      const float shift = safe * scale_log2;
+      factor[h] = exp2f((max[h] - safe) * scale_log2);
       max[h] = largest;
       float added = 0.0f;
 #pragma unroll
@@ -46,7 +49,7 @@ struct RunningSoftmax {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[h / 2][j][h % 2 * 2 + e];
-          score = exp2f(fmaf(score, scale_log2, -safe));
+          score = exp2f(fmaf(score, scale_log2, -shift));
           added += score;
         }
       sum[h] = sum[h] * factor[h] + added;
