@@ -1,7 +1,5 @@
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/attention/attention_sm80.h"
 #include "kernels/attention/blocks_sm80.cuh"
 #include "kernels/attention/tile_sm80.h"
