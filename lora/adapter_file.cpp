@@ -326,6 +326,7 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
 }
 
 std::string base_fingerprint(const nn::CausalLM& model) {
+  const NoGradGuard no_grad;
   std::uint64_t hash = 0xCBF29CE484222325u;
   // FNV-1a over words of eight bytes; the shift lets high bits reach low ones, which multiplication does not.
   const auto mix = [&hash](const void* data, std::size_t nbytes) {
@@ -341,10 +342,10 @@ std::string base_fingerprint(const nn::CausalLM& model) {
     if (name.find(".lora_") != std::string::npos) continue;
     std::string own = name;
     if (const std::size_t at = own.find(kBaseLayer); at != std::string::npos) own.erase(at, kBaseLayer.size());
-    const std::string head = concat_text(own, " ", tensor.dtype(), " ", tensor.shape());
-    const Tensor host = tensor.detach().to(kCpu), dense = host.is_contiguous() ? host : host.clone();
+    const std::string head = concat_text(own, " ", tensor.shape());
+    const Tensor values = contiguous(cast(tensor.detach(), DType::bf16)).to(kCpu);
     mix(head.data(), head.size());
-    mix(dense.view().data, static_cast<std::size_t>(dense.nbytes()));
+    mix(values.view().data, static_cast<std::size_t>(values.nbytes()));
   }
   std::string out(16, '0');
   for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];

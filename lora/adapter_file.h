@@ -20,13 +20,13 @@ namespace heddle::lora {
 // `base_path` is recorded as where it came from. Throws heddle::Error without writing if a factor holds NaN or infinity.
 void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path);
 
-// The adapter of a folder for a model without one attached. Throws heddle::Error, and the model is unchanged, if it was trained on
+// The adapter of a folder for a model without one attached, with factors in the dtypes of its layers. Throws heddle::Error, and the model is unchanged, if it was trained on
 // another base, touches no layer, or has tensors that are missing, unexpected, not finite, of another shape than its config and
 // the model ask for, or of another dtype than float32, bfloat16 or float16: all are named.
 Adapter load_adapter(const std::filesystem::path& folder, nn::CausalLM& model);
 
-// 16 hexadecimal digits from the names, dtypes, shapes and bytes of all parameters but those of adapters: equal for equal bases, for
-// others by chance once in 2^64. Not made against forgery.
+// 16 hexadecimal digits from the names, shapes and values of all parameters but those of adapters. Values count as rounded to bfloat16,
+// so that a base and its 16-bit copy are one; others are told apart but for one chance in 2^64. Not made against forgery.
 std::string base_fingerprint(const nn::CausalLM& model);
 
 }  // namespace heddle::lora

@@ -183,6 +183,17 @@ TEST(AdapterFile, RanksThatTheTensorsDoNotHaveAreRefused) {
   }
 }
 
+TEST(AdapterFile, SavingReplacesAnOlderOne) {
+  const TempFolder out;
+  CausalLM model = tiny_model(tiny_config());
+  save_adapter(out / "a", model, random_adapter(model, {.target_modules = {"all-linear"}}), "");
+  const Adapter second = random_adapter(model, {.target_modules = {"o_proj"}}, 2);
+  save_adapter(out / "a", model, second, "");
+
+  EXPECT_EQ(test::values_of(load_adapter(out / "a", model).parameters()), test::values_of(second.parameters()));
+  EXPECT_EQ(std::distance(fs::directory_iterator(out.path()), fs::directory_iterator()), 1);
+}
+
 TEST(AdapterFile, MisfitsAreListedTogetherAndNothingIsLoaded) {
   const TempFolder out;
   const auto model = peft_base("llama_plain");
@@ -301,6 +312,15 @@ TEST(AdapterFile, FactorsThatAreNotFiniteAreNotWritten) {
   EXPECT_FALSE(fs::exists(out / "a"));
 }
 
+TEST(AdapterFile, AnyBytesInTheBasesPathMakeValidJson) {
+  const TempFolder out;
+  CausalLM model = tiny_model(tiny_config());
+  save_adapter(out / "a", model, random_adapter(model, {}), "Загрузки/\xff\"");
+
+  EXPECT_EQ(json::parse(nn::read_file(out / "a" / kConfig))["base_model_name_or_path"], "Загрузки/\\xFF\"");
+  EXPECT_EQ(error_of([&] { load_adapter(out / "a", model); }), "no error");
+}
+
 TEST(AdapterFile, TargetsAreWrittenAsTheShortestNamesThatFit) {
   const TempFolder out;
   CausalLM model = tiny_model(tiny_config());
@@ -339,6 +359,14 @@ TEST(BaseFingerprint, IsThatOfTheBaseAlsoUnderAnAdapter) {
 
   EXPECT_EQ(plain.size(), 16u);
   EXPECT_EQ(base_fingerprint(model), plain);
+}
+
+TEST(BaseFingerprint, IsThatOfTheBaseAlsoIn16Bits) {
+  const CausalLM model = tiny_model(tiny_config()), copy = tiny_model(tiny_config(), 1, DType::bf16);
+  const NoGradGuard no_grad;
+  for (std::size_t i = 0; i < copy.parameters().size(); ++i) copy.parameters()[i].tensor.copy_(model.parameters()[i].tensor);
+
+  EXPECT_EQ(base_fingerprint(copy), base_fingerprint(model));
 }
 
 TEST(BaseFingerprint, SeesTheSignsOfTwoWeights) {
