@@ -7,7 +7,9 @@
 #include "configs/yaml_reader.h"
 #include "kernels/runtime/check.h"
 #include "kernels/runtime/device.h"
+#include "lora/adapter.h"
 #include "nn/arithmetic_data.h"
+#include "nn/checkpoint.h"
 #include "nn/tokenizer.h"
 
 namespace heddle::config {
@@ -20,6 +22,7 @@ constexpr std::string_view kFreeOnResume[] = {
     "train.output_dir", "train.max_nonfinite_steps", "train.num_threads", "train.logging_steps", "train.eval_steps",
     "train.eval_iters", "train.save_steps", "train.save_total_limit", "train.resume_from_checkpoint", "attention.kernel",
     "attention.deterministic", "device"};
+constexpr std::string_view kFreeOfAdapter[] = {"lora.lora_dropout", "lora.loraplus_lr_ratio"};  // act on the training only
 constexpr std::string_view kDropout[] = {"model.resid_pdrop", "model.embd_pdrop"};
 
 bool is_among(std::span<const std::string_view> names, std::string_view name) {
@@ -59,16 +62,49 @@ std::vector<nn::Conflict> conflicts(const RunConfig& c) {
   return out;
 }
 
+// Takes the model from the config of the base, so that the file need not give it.
+void read_base(RunConfig& config, nn::TransformerConfig& base_model, SectionFields& model, YamlReader& reader) {
+  for (nn::Field& field : model.fields) field.rule.required = false;
+  try {
+    const std::filesystem::path folder = nn::open_weights(*config.base);
+    base_model = load_run_config((folder / "config.yaml").string(), {"base=null"}).model;
+    config.model = base_model;
+  } catch (const Error& error) {
+    reader.refuse(nn::BadValue("base", "a checkpoint or the output folder of a run", concat_text(nn::quoted_text(*config.base), " (", error.what(), ")")));
+  }
+}
+
+// A base and its model section, where there is one, must be of the same function.
+void check_model_of_base(const RunConfig& run, nn::TransformerConfig base_model) {
+  if (!run.base) return;
+  nn::TransformerConfig model = run.model.resolved();
+  const std::vector<nn::Field> own = fields(model), wanted = fields(base_model);
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    const std::string name = "model." + own[i].key;
+    if (own[i].value_text() != wanted[i].value_text() && !is_among(kDropout, name) && !is_among(kFreeOnResume, name))
+      throw nn::BadValue(name, concat_text("the base's, ", wanted[i].value_text()), own[i].value_text());
+  }
+}
+
+void check_lora(const RunConfig& run) {
+  if (!run.lora) return;
+  if (!run.base) throw nn::BadValue("base", "a checkpoint or the output folder of a run, for lora to adapt", "null");
+  lora::plan_layers(lora::linear_layers(run.model), *run.lora);
+}
+
 }  // namespace
 
 std::vector<SectionFields> sections(RunConfig& config) {
-  return {
+  std::vector<SectionFields> out = {
       {"model", fields(config.model)},
       {"data", fields(config.data)},
       {"train", fields(config.train)},
       {"attention", fields(config.attention)},
-      {"", {{"device", &config.device, {.form = "auto, cpu, cuda or cuda:N", .accepts = is_device_name}}}},
   };
+  if (config.lora) out.push_back({"lora", fields(*config.lora)});
+  out.push_back({"", {{"base", &config.base, {}},
+                      {"device", &config.device, {.form = "auto, cpu, cuda or cuda:N", .accepts = is_device_name}}}});
+  return out;
 }
 
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides,
@@ -76,14 +112,25 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   RunConfig config;
   config.train.output_dir = "runs/" + std::filesystem::path(path).stem().string();
   YamlReader reader(path, overrides);
-  for (const SectionFields& section : sections(config)) {
+  const bool has_lora = reader.has_section("lora");
+  config.lora.emplace();
+  std::vector<SectionFields> all = sections(config);
+  reader.read("", all.back().fields);  // the base gives the model's defaults
+  all.pop_back();
+  nn::TransformerConfig base_model;
+  if (config.base) read_base(config, base_model, all.front(), reader);
+  for (const SectionFields& section : all) {
     reader.read(section.name, section.fields);
     if (section.name == "model") config.data.sequence_length = config.model.max_position_embeddings;
   }
+  if (!has_lora) config.lora.reset();
   reader.check("model", nn::conflicts(config.model));
   reader.check("train", nn::conflicts(config.train));
   reader.check("", conflicts(config));
-  for (const RunCheck& check : checks) {
+  std::vector<RunCheck> all_checks = {{{"", "model"}, [&](const RunConfig& run) { check_model_of_base(run, base_model); }},
+                                      {{"", "model", "lora"}, check_lora}};
+  all_checks.insert(all_checks.end(), checks.begin(), checks.end());
+  for (const RunCheck& check : all_checks) {
     if (std::ranges::any_of(check.sections, [&](const std::string& section) { return reader.has_mistake(section); })) continue;
     try {
       check.run(config);
@@ -108,19 +155,38 @@ std::string to_yaml(const RunConfig& config) {
   return out;
 }
 
+namespace {
+
+// Every key's full name, and its value.
+std::vector<std::pair<std::string, std::string>> values_of(RunConfig& config) {
+  std::vector<std::pair<std::string, std::string>> out;
+  for (const SectionFields& section : sections(config))
+    for (const nn::Field& field : section.fields)
+      out.emplace_back(section.name.empty() ? field.key : section.name + "." + field.key, field.value_text());
+  return out;
+}
+
+}  // namespace
+
 ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run) {
   checkpoint.model = checkpoint.model.resolved();
   run.model = run.model.resolved();
   ResumeChanges out;
-  const std::vector<SectionFields> before = sections(checkpoint), now = sections(run);
-  for (std::size_t s = 0; s < now.size(); ++s) {
-    for (std::size_t i = 0; i < now[s].fields.size(); ++i) {
-      const std::string name = now[s].name.empty() ? now[s].fields[i].key : now[s].name + "." + now[s].fields[i].key;
-      const std::string was = before[s].fields[i].value_text(), is = now[s].fields[i].value_text();
-      if (was == is || is_among(kFreeOnResume, name)) continue;
-      const bool is_function = (now[s].name == "model" && !is_among(kDropout, name)) || name == "train.precision";
-      (is_function ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
-    }
+  const std::vector<std::pair<std::string, std::string>> before = values_of(checkpoint), now = values_of(run);
+  std::vector<std::string> names;
+  for (const auto* values : {&now, &before})
+    for (const auto& [name, value] : *values)
+      if (std::ranges::find(names, name) == names.end()) names.push_back(name);
+  const auto value_in = [](const auto& values, const std::string& name) {
+    const auto found = std::ranges::find(values, name, [](const auto& entry) { return entry.first; });
+    return found == values.end() ? std::string("nothing") : found->second;
+  };
+  for (const std::string& name : names) {
+    const std::string was = value_in(before, name), is = value_in(now, name);
+    if (was == is || is_among(kFreeOnResume, name)) continue;
+    const bool is_of_model = name.starts_with("model.") && !is_among(kDropout, name);
+    const bool is_of_adapter = name.starts_with("lora.") && !is_among(kFreeOfAdapter, name);
+    (is_of_model || is_of_adapter || name == "train.precision" ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
   }
   return out;
 }

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "lora/lora_config.h"
 #include "nn/train_config.h"
 #include "nn/transformer_config.h"
 
@@ -15,6 +17,8 @@ struct RunConfig {
   nn::DataConfig data;
   nn::TrainConfig train;
   nn::AttentionConfig attention;
+  std::optional<std::string> base;       // the checkpoint whose weights training starts from, and whose model it is
+  std::optional<lora::LoraConfig> lora;  // with it the base is frozen and an adapter is trained
   std::string device = "auto";  // auto, cpu, cuda or cuda:N
 
   friend bool operator==(const RunConfig&, const RunConfig&) = default;
@@ -26,7 +30,8 @@ struct SectionFields {
   std::vector<nn::Field> fields;
 };
 
-// Every key of a config file, in the order in which they are written. The fields point into `config`.
+// Every key of a config file, in the order in which they are written; those of lora only where there is one. The fields point into
+// `config`.
 std::vector<SectionFields> sections(RunConfig& config);
 
 // A check of a config against what lies outside it: the machine, the data, an earlier run. Throws nn::BadValue.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <set>
 #include <tuple>
 
 #include "kernels/runtime/check.h"
@@ -60,7 +61,12 @@ std::string describe(const YamlValue& value) {
       if (odd != value.items.end()) return "a list holding " + describe(*odd);
       return value.items.empty() ? "an empty list" : "a list";
     }
-    case Kind::map: return value.items.empty() ? "an empty map" : "a map";
+    case Kind::map: {
+      std::set<std::string> seen;
+      for (const YamlValue& key : value.keys)
+        if (!seen.insert(key.text).second) return "a map holding " + nn::quoted_text(key.text) + " twice";
+      return value.items.empty() ? "an empty map" : "a map";
+    }
     case Kind::alias: return "an alias; aliases are not supported, write the value out";
     case Kind::tagged: return "the type tag " + nn::quoted_text(value.text) + "; type tags are not supported";
   }
@@ -95,6 +101,20 @@ bool store(const YamlValue& value, std::vector<std::string>* out) {
   if (value.kind != Kind::list || !std::ranges::all_of(value.items, is_text)) return false;
   out->clear();
   for (const YamlValue& item : value.items) out->push_back(item.text);
+  return true;
+}
+
+template <typename T>
+bool store(const YamlValue& value, nn::ByName<T>* out) {
+  if (value.kind != Kind::map) return false;
+  out->clear();
+  for (std::size_t i = 0; i < value.keys.size(); ++i) {
+    const std::string& name = value.keys[i].text;
+    T number{};
+    const bool is_new = std::ranges::none_of(*out, [&](const auto& entry) { return entry.first == name; });
+    if (!is_text(value.keys[i]) || !is_new || !store(value.items[i], &number)) return false;
+    out->emplace_back(name, number);
+  }
   return true;
 }
 
@@ -226,7 +246,9 @@ void YamlReader::read(const std::string& section, const std::vector<nn::Field>& 
 
 void YamlReader::read_value(const std::string& name, const YamlValue& value, const nn::Field& field) {
   places_[name] = value.place;
-  const bool stored = std::visit([&](const auto& target) { return store(value, target); }, field.target);
+  const bool is_one = field.rule.takes_one && is_text(value);
+  const YamlValue list = {Kind::list, {}, value.place, {}, {value}};
+  const bool stored = std::visit([&](const auto& target) { return store(is_one ? list : value, target); }, field.target);
   if (!stored || !field.in_bounds()) {
     report(value.place, name, concat_text("expected ", field.expected(), ", got ", describe(value)));
   }
@@ -256,6 +278,8 @@ void YamlReader::refuse(const nn::BadValue& value) {
   report(is_given ? given->second : start_of(value.key().substr(0, value.key().find('.'))), value.key(),
          concat_text("expected ", value.expected(), ", got ", value.got(), is_given ? "" : " (the default)"));
 }
+
+bool YamlReader::has_section(std::string_view section) const { return find_section(section) != nullptr; }
 
 bool YamlReader::has_mistake(std::string_view section) const {
   return std::ranges::any_of(wrong_, [section](const std::string& name) {
@@ -302,7 +326,7 @@ std::string YamlReader::suggestion(const std::string& section, const std::string
   for (const auto& known : known_) {
     if (known.second == key) return "; it belongs " + (known.first.empty() ? "at the top level" : "under " + known.first);
     const std::tuple distance{nn::edit_distance(key, known.second), known.first != section};
-    if (distance < best) {
+    if (distance < best && std::get<0>(distance) < known.second.size()) {  // something of it is left
       best = distance;
       nearest = &known;
     }

@@ -36,6 +36,9 @@ class YamlReader {
   // Records a value that a further check refused.
   void refuse(const nn::BadValue& value);
 
+  // Whether the section is there, if only by its name.
+  bool has_section(std::string_view section) const;
+
   // Whether a key of the section is known to be wrong; "" is the top level.
   bool has_mistake(std::string_view section) const;
 

@@ -24,13 +24,14 @@ struct BenchTrainCommand {
   int steps = 20, warmup = 5;
 };
 
-// 6 FLOP a parameter and token, and two attention products forward and four backward over half the T x T scores.
+// 6 FLOP a parameter and token, 4 of a frozen one, and two attention products forward and four backward over half the T x T scores.
 double flop_per_token(const nn::CausalLM& model, const config::RunConfig& run) {
-  std::int64_t parameters = 0;
-  for (const nn::NamedTensor& parameter : model.parameters()) parameters += parameter.tensor.numel();
+  std::int64_t work = 0;
+  for (const nn::NamedTensor& parameter : model.parameters())
+    work += (parameter.tensor.requires_grad() ? 6 : 4) * parameter.tensor.numel();
   const nn::TransformerConfig& m = run.model;
   const std::int64_t scores = m.num_hidden_layers * run.data.sequence_length * m.num_attention_heads * m.head_size();
-  return 6.0 * static_cast<double>(parameters) + 6.0 * static_cast<double>(scores);
+  return static_cast<double>(work) + 6.0 * static_cast<double>(scores);
 }
 
 // The updates of `heddle train`: forward, backward, clip, AdamW. Returns the seconds of each. As there, the result of an update is
@@ -73,6 +74,7 @@ int run_bench_train(const BenchTrainCommand& command) {
   const auto [run, device, data] = load_training(command.config, command.overrides);
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
+  start_from_base(run, model);
   const double flop = flop_per_token(model, run);
   const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
   const double ceiling = gemm_ceiling(dtype, device_context(device));
@@ -90,7 +92,7 @@ int run_bench_train(const BenchTrainCommand& command) {
   std::printf("step:   %.3f ms, median of %d after %d; %.3f to %.3f\n", 1e3 * median, command.steps, command.warmup, 1e3 * low, 1e3 * high);
   std::printf("speed:  %.4g steps/s, %.6g tokens/s of %g tokens a step\n", 1 / median, tokens / median, tokens);
   std::printf("model:  %.4g TFLOP/s, %.1f %% of the %.4g that matrix products reach\n", rate / 1e12, 100 * rate / ceiling, ceiling / 1e12);
-  std::printf("        %.4g MFLOP a token: 6 parameters + 6 layers T heads D\n", flop / 1e6);
+  std::printf("        %.4g MFLOP a token: 6 parameters (4 where frozen) + 6 layers T heads D\n", flop / 1e6);
   std::printf("memory: %.3f GiB at the peak\n", peak / (1 << 30));
   if (command.json.empty()) return 0;
   std::ofstream out(command.json);

@@ -23,13 +23,13 @@ int run_generate(const GenerateCommand& command) {
   const std::filesystem::path folder = nn::open_weights(command.model);
   // The machine that trained the model need not be this one.
   const config::RunConfig run =
-      config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=auto"});
+      config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=auto", "base=null"});
   constexpr std::array kPasses = {AttentionPass::forward};
   const Device device = choose_attention_device(command.device, attention_problem(run), kPasses, run.attention.kernel);
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
   nn::load_weights(folder / "model.safetensors", model);
-  if (!command.adapter.empty()) lora::load_adapter(command.adapter, model).attach(model);
+  if (!command.adapter.empty()) lora::load_adapter(nn::open_adapter(command.adapter), model).attach(model);
   model.eval();
 
   const nn::ByteTokenizer tokenizer;
@@ -50,7 +50,7 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   const auto command = std::make_shared<GenerateCommand>();
   nn::SamplingOptions& sampling = command->sampling;
   sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--adapter", command->adapter, "The folder of an adapter trained on this model");
+  sub->add_option("--adapter", command->adapter, "An adapter trained on this model: its folder, or the output folder of a run: its best checkpoint");
   sub->add_option("--prompt", command->prompt, "Text to continue; of one longer than the model's context, the end")->required();
   sub->add_option("--max-new-tokens", sampling.max_new_tokens, "How many tokens to add")->check(integer_in(0))->capture_default_str();
   sub->add_option("--temperature", sampling.temperature, "0 takes the most probable token each time")

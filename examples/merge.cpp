@@ -19,10 +19,10 @@ int run_merge(const MergeCommand& command) {
     throw nn::BadValue("--output", "a folder that does not exist yet", nn::quoted_text(nn::printable(command.output)));
   nn::AtomicFolder out(command.output);  // before the work, so that a folder that cannot be written is known first
   const fs::path folder = nn::open_weights(command.base);
-  const config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu"});
+  const config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
   nn::CausalLM model = make_model(run, kCpu);
   nn::load_weights(folder / "model.safetensors", model);
-  lora::Adapter adapter = lora::load_adapter(command.adapter, model);
+  lora::Adapter adapter = lora::load_adapter(nn::open_adapter(command.adapter), model);
   adapter.merge(model);
 
   nn::save_weights(out.path() / "model.safetensors", model);
@@ -41,9 +41,9 @@ void add_merge_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("merge", "Write a model with an adapter's changes in its weights");
   const auto command = std::make_shared<MergeCommand>();
   sub->add_option("--base", command->base, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--adapter", command->adapter, "The folder of an adapter trained on it")->required();
+  sub->add_option("--adapter", command->adapter, "An adapter trained on it: its folder, or the output folder of a run: its best checkpoint")->required();
   sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required();
-  sub->footer("Example: heddle merge --base runs/tiny --adapter runs/tiny_lora/adapter --output runs/merged");
+  sub->footer("Example: heddle merge --base runs/tiny --adapter runs/tiny_lora --output runs/merged");
   sub->callback([command, &exit_code] { exit_code = run_merge(*command); });
 }
 

@@ -5,8 +5,10 @@
 #include <iostream>
 #include <utility>
 
+#include "autograd/ops.h"
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
+#include "nn/checkpoint.h"
 
 namespace heddle::examples {
 namespace {
@@ -94,6 +96,21 @@ void apply_settings(const config::RunConfig& run, Device device) {
 nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
+}
+
+std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model) {
+  if (!run.base) return std::nullopt;
+  nn::load_weights(nn::open_weights(*run.base) / "model.safetensors", model, nn::Dtypes::converted);
+  if (!run.lora) return std::nullopt;
+  for (const auto& [name, module] : model.modules())
+    if (const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get()); layer != nullptr) {
+      const Tensor weight = layer->dense_weight();
+      if (max(reshape(mul(weight, weight), {-1}), 0).item() == 0) std::cerr << "heddle: all weights of " << name << " are zero\n";
+    }
+  Generator generator{static_cast<std::uint64_t>(run.train.seed)};
+  lora::Adapter adapter(model, lora::plan_layers(lora::linear_layers(model), *run.lora), *run.lora, generator);
+  adapter.attach(model);
+  return adapter;
 }
 
 AttentionProblem attention_problem(const config::RunConfig& run) {

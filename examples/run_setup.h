@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -8,6 +9,7 @@
 
 #include "configs/run_config.h"
 #include "kernels/attention/attention.h"
+#include "lora/adapter.h"
 #include "nn/data.h"
 #include "nn/transformer.h"
 
@@ -46,6 +48,10 @@ void apply_settings(const config::RunConfig& run, Device device);
 
 // The model of a config on a device, with weights drawn from the config's seed.
 nn::CausalLM make_model(const config::RunConfig& run, Device device);
+
+// Fills the model from the config's base, if it has one, and attaches the adapter that it asks for. Layers whose weights are all zero
+// are named on standard error: an adapter there learns next to nothing.
+std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model);
 
 // The attention of a config's model.
 AttentionProblem attention_problem(const config::RunConfig& run);

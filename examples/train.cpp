@@ -1,10 +1,13 @@
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <iostream>
+#include <map>
 
 #include "examples/commands.h"
 #include "examples/run_setup.h"
 #include "kernels/runtime/parallel.h"
+#include "lora/adapter_file.h"
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
 #include "nn/trainer.h"
@@ -64,8 +67,31 @@ void print_parameters(const nn::CausalLM& model) {
     for (const nn::NamedTensor& parameter : parameters) total += parameter.tensor.numel();
     return total;
   };
-  std::cout << "model: " << count(model.parameters()) << " parameters, " << count(model.trainable_parameters())
-            << " of them trainable\n";
+  const std::int64_t total = count(model.parameters()), trainable = count(model.trainable_parameters());
+  std::cout << "model: " << total << " parameters, " << trainable << " of them trainable";
+  if (trainable < total) std::printf(" (%.2f %%)", 100.0 * static_cast<double>(trainable) / static_cast<double>(total));
+  std::cout << std::endl;
+}
+
+// "lora: 8 layers of runs/arithmetic: 2 k_proj, 2 o_proj, 2 q_proj, 2 v_proj"
+void print_adapter(const lora::Adapter& adapter, const std::string& base) {
+  std::map<std::string, int> counts;
+  std::size_t layers = 0;
+  for (const lora::AdaptedLayer& layer : adapter.layers())
+    for (const std::string& name : layer.names) {
+      ++counts[name.substr(name.rfind('.') + 1)];
+      ++layers;
+    }
+  std::cout << "lora: " << layers << " layers of " << nn::printable(base);
+  for (const auto& [name, count] : counts) std::cout << (name == counts.begin()->first ? ": " : ", ") << count << ' ' << name;
+  std::cout << '\n';
+}
+
+// What the trainer needs to know of an adapter.
+nn::AdapterState adapter_state(const nn::CausalLM& model, const lora::Adapter& adapter, const std::string& base) {
+  return {.tensors = adapter.parameters(),
+          .write_files = [&, base](const fs::path& folder) { lora::save_adapter(folder, model, adapter, base); },
+          .base = lora::base_fingerprint(model)};
 }
 
 std::string precision_text(const nn::TrainConfig& train) {
@@ -127,6 +153,7 @@ int run_train(const TrainCommand& command) {
        {{"model", "data", "train"}, [&](const auto& config) { warnings = check_resume(config); }}});
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
+  const std::optional<lora::Adapter> adapter = start_from_base(run, model);
   if (!command.graph.empty()) {
     nn::write_graph(command.graph, model, data->train_batch(0, run.train.micro_batch_size));
     std::cout << "wrote " << nn::printable(command.graph) << "; nothing was trained\n";
@@ -136,6 +163,8 @@ int run_train(const TrainCommand& command) {
   const InterruptGuard guard;
   nn::Trainer trainer(model, *data, run.train,
                       {.title = fs::path(command.config).stem().string(),
+                       .adapter = adapter ? std::optional(adapter_state(model, *adapter, *run.base)) : std::nullopt,
+                       .rate_scale = [&](const nn::NamedTensor& parameter) { return adapter ? adapter->rate_scale(parameter) : 1; },
                        .config_yaml = yaml,
                        .interrupted = [] { return interrupt_requested != 0; }});
   std::cout << yaml << '\n';
@@ -143,6 +172,7 @@ int run_train(const TrainCommand& command) {
   std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n"
             << "precision: " << precision_text(run.train) << '\n'
             << "data: " << data->describe() << '\n';
+  if (adapter) print_adapter(*adapter, *run.base);
   print_parameters(model);
   std::cout << "optimizer: " << trainer.optimizer().describe_groups() << std::endl;
 

@@ -10,6 +10,7 @@
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "nn/transformer.h"
 
 namespace heddle::lora {
 namespace {
@@ -61,6 +62,14 @@ bool matches(const std::string& target, const Candidate& candidate) {
   std::string got = nn::quoted_text(target) + ", which is none of them";
   if (nearest != names.end() && nn::edit_distance(wanted, *nearest) <= 2) got += "; did you mean " + *nearest + "?";
   throw nn::BadValue(kTargetsKey, expected, got);
+}
+
+template <typename Value>
+void check_patterns(const char* key, const nn::ByName<Value>& patterns, const std::vector<std::string>& adapted) {
+  for (const auto& [pattern, value] : patterns)
+    if (std::ranges::none_of(adapted, [&](const std::string& name) { return pattern_fits(pattern, name); }))
+      throw nn::BadValue(key, "patterns of names of adapted layers, such as " + adapted.front(),
+                         nn::quoted_text(pattern) + ", which fits none");
 }
 
 // Hands out dense tensors that lie one after another in memory.
@@ -116,11 +125,22 @@ std::vector<std::string> linear_layers(const nn::Module& model) {
   return out;
 }
 
+std::vector<std::string> linear_layers(const nn::TransformerConfig& config) {
+  nn::TransformerConfig small = config.resolved();  // names depend on neither widths nor vocabulary
+  small.vocab_size = 1;
+  small.hidden_size = small.num_attention_heads = 2;
+  small.num_key_value_heads = small.intermediate_size = small.max_position_embeddings = 1;
+  small.head_dim = 2;
+  Generator generator;
+  return linear_layers(nn::CausalLM(small, {}, generator));
+}
+
 std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const LoraConfig& config) {
   const std::vector<Candidate> all = candidates(layers);
   for (const std::string& target : config.target_modules)
     if (std::ranges::none_of(all, [&](const Candidate& candidate) { return matches(target, candidate); })) refuse_target(target, all);
   std::vector<LayerPlan> out;
+  std::vector<std::string> adapted;
   std::set<std::string> taken;
   for (const Candidate& candidate : all) {
     if (std::ranges::none_of(config.target_modules, [&](const std::string& target) { return matches(target, candidate); })) continue;
@@ -128,7 +148,10 @@ std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const
       if (!taken.insert(part).second)
         throw nn::BadValue(kTargetsKey, "each layer once", concat_text(part, " by itself and as part of ", kFused));
     out.push_back({candidate.parts, config.rank_of(candidate.name), config.alpha_of(candidate.name), config.scale_of(candidate.name)});
+    adapted.push_back(candidate.name);
   }
+  check_patterns("lora.rank_pattern", config.rank_pattern, adapted);
+  check_patterns("lora.alpha_pattern", config.alpha_pattern, adapted);
   return out;
 }
 
@@ -181,6 +204,10 @@ std::vector<nn::NamedTensor> Adapter::parameters() const {
       if (std::ranges::none_of(out, is_same)) out.push_back({slot.name + "." + name, tensor});
     }
   return out;
+}
+
+double Adapter::rate_scale(const nn::NamedTensor& parameter) const {
+  return parameter.name.ends_with(".lora_A.weight") ? 1 : config_.loraplus_lr_ratio;
 }
 
 void Adapter::fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const {

@@ -6,6 +6,7 @@
 
 #include "lora/lora_config.h"
 #include "lora/lora_linear.h"
+#include "nn/transformer_config.h"
 
 namespace heddle::lora {
 
@@ -30,6 +31,7 @@ struct LayerPlan {
 
 // The names of the linear layers of a model. Throws heddle::Error if one has an adapter attached.
 std::vector<std::string> linear_layers(const nn::Module& model);
+std::vector<std::string> linear_layers(const nn::TransformerConfig& config);  // of the model it describes
 
 // What the targets of `config` name among layers, in their order. Throws nn::BadValue for a target that matches nothing, with the names
 // there are and the nearest of them, and for a layer claimed both by itself and in a c_attn.
@@ -47,6 +49,9 @@ class Adapter {
   const std::vector<AdaptedLayer>& layers() const { return layers_; }
   // What training changes, under the names they have in the model while attached.
   std::vector<nn::NamedTensor> parameters() const;
+
+  // AdamWOptions::rate_scale: loraplus_lr_ratio for B and for DoRA's norms, 1 for A.
+  double rate_scale(const nn::NamedTensor& parameter) const;
 
   // Puts the adapted layers in the model's slots, or plain layers of the merged weights as they are now, or the model's own layers back.
   // Throws heddle::Error, changing nothing, if a slot holds a layer of another adapter or model.

@@ -11,15 +11,14 @@
 
 namespace heddle::lora {
 
-// How A and B start. Each but pissa leaves the model's function as it is, because B is zero.
+// How A starts. B is zero, so the model's function is what it was.
 enum class InitLoraWeights {
   kaiming,   // "true": A from U(-1/sqrt(in), 1/sqrt(in)), as PEFT's kaiming_uniform with a = sqrt(5)
-  gaussian,  // A from N(0, 1/r)
-  pissa,     // A and B hold the r largest singular values of the weight, the base the rest. Meng et al. 2024
+  gaussian,  // A from N(0, 1/r), the standard deviation being 1/r
 };
 
-inline constexpr std::array<std::pair<std::string_view, InitLoraWeights>, 3> kInitNames{
-    {{"true", InitLoraWeights::kaiming}, {"gaussian", InitLoraWeights::gaussian}, {"pissa", InitLoraWeights::pissa}}};
+inline constexpr std::array<std::pair<std::string_view, InitLoraWeights>, 2> kInitNames{
+    {{"true", InitLoraWeights::kaiming}, {"gaussian", InitLoraWeights::gaussian}}};
 
 // Low-rank adaptation, in PEFT's names and meanings. Hu et al. 2021.
 struct LoraConfig {
@@ -32,8 +31,8 @@ struct LoraConfig {
   bool use_rslora = false;  // scale alpha / sqrt(r) instead of alpha / r. Kalajdzievski 2023
   InitLoraWeights init_lora_weights = InitLoraWeights::kaiming;
   // r and lora_alpha of some layers: the first entry whose regular expression is the name, or its end after a dot, counts.
-  std::vector<std::pair<std::string, std::int64_t>> rank_pattern;
-  std::vector<std::pair<std::string, double>> alpha_pattern;
+  nn::ByName<std::int64_t> rank_pattern;
+  nn::ByName<double> alpha_pattern;
   bool use_dora = false;         // weights rescaled to learned row norms. Liu et al. 2024
   double loraplus_lr_ratio = 1;  // learning rate of B and of DoRA's norms over that of A. Hayou et al. 2024
 
@@ -43,5 +42,11 @@ struct LoraConfig {
 
   friend bool operator==(const LoraConfig&, const LoraConfig&) = default;
 };
+
+// Whether a key of rank_pattern or alpha_pattern is meant for a layer.
+bool pattern_fits(const std::string& pattern, const std::string& layer);
+
+// The fields point into `config`.
+std::vector<nn::Field> fields(LoraConfig& config);
 
 }  // namespace heddle::lora

@@ -22,7 +22,7 @@ void check_factors(const nn::LinearBase& base, const Tensor& weight, const LoraF
   for (const Tensor* factor : {&a, &b, &magnitude}) {
     if (!factor->defined()) continue;
     HEDDLE_CHECK(factor->dtype() == a.dtype() && (a.dtype() == weight.dtype() || a.dtype() == wide_dtype(weight.dtype())),
-                 "lora: factors of a ", weight.dtype(), " layer must all be ", weight.dtype(), " or ", wide_dtype(weight.dtype()), ", got ",
+                 "lora: factors of a ", weight.dtype(), " layer must all be ", weight.dtype(), ", or all float32 beside a 16-bit layer, got ",
                  factor->dtype());
     HEDDLE_CHECK(factor->device() == weight.device(), "lora: the layer is on ", weight.device(), ", a factor on ", factor->device());
   }

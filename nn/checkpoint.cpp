@@ -22,6 +22,7 @@ using nlohmann::json;
 constexpr int kFormatVersion = 1;
 constexpr std::string_view kFolderPrefix = "checkpoint-";
 const char* const kWeightsFile = "model.safetensors";
+const char* const kAdapterFile = "adapter_model.safetensors";
 const char* const kOptimizerFile = "optimizer.safetensors";
 const char* const kStateFile = "trainer_state.json";
 const char* const kConfigFile = "config.yaml";
@@ -33,15 +34,16 @@ fs::path folder_of(const fs::path& output_dir, std::int64_t step) {
   return output_dir / concat_text(kFolderPrefix, step);
 }
 
-std::string state_text(const TrainerState& state) {
-  const json out = {{"format_version", kFormatVersion},
-                    {"step", state.step},
-                    {"tokens", state.tokens},
-                    {"examples", state.examples},
-                    {"data", state.data},
-                    {"dropout", {{"seed", state.dropout.seed}, {"offset", state.dropout.offset}}},
-                    {"best_eval_loss", state.best_eval_loss ? json(*state.best_eval_loss) : json()},
-                    {"best_step", state.best_step}};
+std::string state_text(const TrainerState& state, const std::string& base) {
+  json out = {{"format_version", kFormatVersion},
+              {"step", state.step},
+              {"tokens", state.tokens},
+              {"examples", state.examples},
+              {"data", state.data},
+              {"dropout", {{"seed", state.dropout.seed}, {"offset", state.dropout.offset}}},
+              {"best_eval_loss", state.best_eval_loss ? json(*state.best_eval_loss) : json()},
+              {"best_step", state.best_step}};
+  if (!base.empty()) out["base"] = base;
   return out.dump(2) + "\n";
 }
 
@@ -100,17 +102,32 @@ TrainerState read_state(const fs::path& folder) {
   }
 }
 
+// What AdapterState::base was; "" in a checkpoint without one.
+std::string base_of(const fs::path& folder) {
+  const json in = json::parse(read_file(folder / kStateFile));
+  return in.value("base", "");
+}
+
 void write_tensors(const fs::path& path, const std::vector<NamedTensor>& tensors) {
   std::vector<std::pair<std::string, Tensor>> entries;
   for (const NamedTensor& named : tensors) entries.emplace_back(named.name, named.tensor);
   write_safetensors(path, entries, {{"format", "pt"}});
 }
 
+// What optimizer.safetensors holds: beside the optimiser's own, an adapter's weights.
+std::vector<NamedTensor> training_state(const AdamW& optimizer, const std::optional<AdapterState>& adapter) {
+  std::vector<NamedTensor> out = optimizer.state();
+  if (!adapter) return out;
+  for (const NamedTensor& named : adapter->tensors) out.push_back({"weight." + named.name, named.tensor});
+  return out;
+}
+
 // Reads a whole file, checks it against the tensors it goes to, and only then lets it be copied.
 class Restore {
  public:
   // `ignored` may be in the file without a target.
-  void match(const SafetensorsFile& file, const std::vector<NamedTensor>& targets, const std::set<std::string>& ignored = {}) {
+  void match(const SafetensorsFile& file, const std::vector<NamedTensor>& targets, const std::set<std::string>& ignored = {},
+             Dtypes dtypes = Dtypes::equal) {
     std::set<std::string> known = ignored;
     for (const NamedTensor& target : targets) {
       known.insert(target.name);
@@ -119,7 +136,8 @@ class Restore {
         continue;
       }
       const Tensor source = file.read(target.name);
-      if (source.shape() != target.tensor.shape() || source.dtype() != target.tensor.dtype())
+      const bool has_dtype = source.dtype() == target.tensor.dtype() || (dtypes == Dtypes::converted && is_floating(source.dtype()));
+      if (source.shape() != target.tensor.shape() || !has_dtype)
         problem(file, concat_text(target.name, " is ", source.dtype(), " ", source.shape(), ", expected ",
                                   target.tensor.dtype(), " ", target.tensor.shape()));
       else if (!first_nonfinite({{target.name, source}}).empty())
@@ -155,17 +173,19 @@ bool same_bytes(const Tensor& a, const Tensor& b) {
          std::memcmp(a.view().data, b.view().data, static_cast<std::size_t>(a.nbytes())) == 0;
 }
 
-void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM& model) {
+void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal) {
   const bool is_tied = model.config().tied();
-  restore.match(file, model.parameters(), is_tied ? std::set<std::string>{kHeadName} : std::set<std::string>{});
+  restore.match(file, model.parameters(), is_tied ? std::set<std::string>{kHeadName} : std::set<std::string>{}, dtypes);
   if (is_tied && file.contains(kHeadName) && file.contains(kEmbeddingName) &&
       !same_bytes(file.read(kHeadName), file.read(kEmbeddingName)))
     restore.problem(file, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
 }
 
+bool holds_adapter(const fs::path& folder) { return fs::exists(folder / kAdapterFile) && !fs::exists(folder / kWeightsFile); }
+
 // Both throw if a file is missing or damaged.
 void check_weights(const fs::path& folder) {
-  const SafetensorsFile header(folder / kWeightsFile);
+  const SafetensorsFile header(folder / (holds_adapter(folder) ? kAdapterFile : kWeightsFile));
   HEDDLE_CHECK(fs::is_regular_file(folder / kConfigFile), printable_path(folder), ": ", kConfigFile, " is missing");
 }
 
@@ -178,34 +198,41 @@ Checkpoint check_folder(const fs::path& folder) {
 }  // namespace
 
 fs::path save_checkpoint(const fs::path& output_dir, const CausalLM& model, const AdamW& optimizer, const TrainerState& state,
-                         const std::string& config_yaml) {
+                         const std::string& config_yaml, const std::optional<AdapterState>& adapter) {
   const fs::path target = folder_of(output_dir, state.step);
-  const std::vector<NamedTensor> weights = model.parameters(), moments = optimizer.state();
+  const std::vector<NamedTensor> weights = adapter ? std::vector<NamedTensor>() : model.parameters();
+  const std::vector<NamedTensor> moments = training_state(optimizer, adapter);
   for (const auto& tensors : {weights, moments}) {
     const std::string bad = first_nonfinite(tensors);
     HEDDLE_CHECK(bad.empty(), printable_path(target), ": not saved, ", bad, " holds NaN or infinity");
   }
   AtomicFolder folder(target);
-  write_tensors(folder.path() / kWeightsFile, weights);
+  if (adapter) adapter->write_files(folder.path());
+  else write_tensors(folder.path() / kWeightsFile, weights);
   write_tensors(folder.path() / kOptimizerFile, moments);
-  write_file(folder.path() / kStateFile, state_text(state));
+  write_file(folder.path() / kStateFile, state_text(state, adapter ? adapter->base : ""));
   write_file(folder.path() / kConfigFile, config_yaml);
   folder.commit();
   return target;
 }
 
-TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, const AdamW& optimizer) {
+TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, const AdamW& optimizer,
+                             const std::optional<AdapterState>& adapter) {
   const TrainerState state = read_state(folder);
+  HEDDLE_CHECK(holds_adapter(folder) == adapter.has_value(), printable_path(folder), " holds ",
+               adapter ? "a whole model, and this run trains an adapter" : "an adapter, and this run trains a whole model");
+  if (adapter)
+    HEDDLE_CHECK(base_of(folder) == adapter->base, printable_path(folder), " was trained on another base than this one; restore it");
   Restore restore;
-  match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
-  restore.match(SafetensorsFile(folder / kOptimizerFile), optimizer.state());
+  if (!adapter) match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
+  restore.match(SafetensorsFile(folder / kOptimizerFile), training_state(optimizer, adapter));
   restore.commit(folder);
   return state;
 }
 
-void load_weights(const fs::path& file, const CausalLM& model) {
+void load_weights(const fs::path& file, const CausalLM& model, Dtypes dtypes) {
   Restore restore;
-  match_weights(restore, SafetensorsFile(file), model);
+  match_weights(restore, SafetensorsFile(file), model, dtypes);
   restore.commit(file);
 }
 
@@ -254,9 +281,17 @@ Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
 }
 
 fs::path open_weights(const fs::path& path) {
-  if (!fs::exists(path / kStateFile) && !fs::exists(path / kWeightsFile)) return open_checkpoint(path, Pick::best).folder;
-  check_weights(path);
-  return path;
+  const bool is_run = !fs::exists(path / kStateFile) && !fs::exists(path / kWeightsFile) && !holds_adapter(path);
+  const fs::path folder = is_run ? open_checkpoint(path, Pick::best).folder : path;
+  HEDDLE_CHECK(!holds_adapter(folder), printable_path(folder), " holds an adapter and not the model it was trained on; give that one");
+  check_weights(folder);
+  return folder;
+}
+
+fs::path open_adapter(const fs::path& path) {
+  const fs::path folder = fs::exists(path / kAdapterFile) ? path : open_checkpoint(path, Pick::best).folder;
+  HEDDLE_CHECK(fs::exists(folder / kAdapterFile), printable_path(folder), " holds a model and not an adapter");
+  return folder;
 }
 
 std::optional<fs::path> set_aside(const fs::path& output_dir, std::int64_t step) {

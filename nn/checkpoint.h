@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -13,7 +14,8 @@
 
 namespace heddle::nn {
 
-// A checkpoint is a folder checkpoint-<step> with model.safetensors, optimizer.safetensors, trainer_state.json and
+// A checkpoint is a folder checkpoint-<step> with the weights (model.safetensors, or of a run that trains an adapter only
+// adapter_model.safetensors), optimizer.safetensors, trainer_state.json and
 // config.yaml. It appears whole or not at all (Note: Safe writing).
 
 // Where a run stands, beside its weights and moments.
@@ -27,19 +29,29 @@ struct TrainerState {
   std::int64_t best_step = 0;  // the checkpoint with best_eval_loss
 };
 
+// What a run that trains an adapter keeps of its model: the frozen base is not in its checkpoints.
+struct AdapterState {
+  std::vector<NamedTensor> tensors;  // what is trained; kept exactly in optimizer.safetensors, as weight.NAME
+  std::function<void(const std::filesystem::path& folder)> write_files;  // adapter_model.safetensors and what belongs to it, for other programs
+  std::string base;                  // tells bases apart: a run goes on only with the one it began with
+};
+
 // Writes output_dir/checkpoint-<state.step>, replacing an older one of that step; returns its path. Throws heddle::Error
 // without writing if a weight or a moment holds NaN or infinity.
 std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CausalLM& model,
-                                      const AdamW& optimizer, const TrainerState& state, const std::string& config_yaml);
+                                      const AdamW& optimizer, const TrainerState& state, const std::string& config_yaml,
+                                      const std::optional<AdapterState>& adapter = std::nullopt);
 
 // Restores weights and optimiser bit for bit. Throws heddle::Error naming every tensor that is missing, unexpected, of
 // another shape or dtype or not finite, in both files, and for a trainer_state.json that no run can have written or that
 // contradicts the folder's name; model and optimiser are then unchanged.
-TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer);
+TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer,
+                             const std::optional<AdapterState>& adapter = std::nullopt);
 
-// Restores the weights alone from a model.safetensors, with the same errors. With a tied head the file may hold the
+// Restores the weights alone from a model.safetensors, with the same errors; of another dtype only where `dtypes` lets them be converted. With a tied head the file may hold the
 // embedding once, or also as lm_head.weight with equal values; with an untied head lm_head.weight must be there.
-void load_weights(const std::filesystem::path& file, const CausalLM& model);
+enum class Dtypes { equal, converted };
+void load_weights(const std::filesystem::path& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal);
 
 // Writes such a file, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or infinity.
 void save_weights(const std::filesystem::path& file, const CausalLM& model);
@@ -64,8 +76,12 @@ enum class Pick { last, best };
 Checkpoint open_checkpoint(const std::filesystem::path& path, Pick pick);
 
 // The folder of the weights meant by a path: one that holds model.safetensors and config.yaml, whatever else it lacks, or
-// the best checkpoint of a run's output folder. Throws heddle::Error naming what is missing.
+// the best checkpoint of a run's output folder. Throws heddle::Error naming what is missing, also for that of an adapter.
 std::filesystem::path open_weights(const std::filesystem::path& path);
+
+// The folder of the adapter meant by a path: one that holds adapter_model.safetensors, or the best checkpoint of a run that trained one.
+// Throws heddle::Error if there is none.
+std::filesystem::path open_adapter(const std::filesystem::path& path);
 
 // Moves what a run would overwrite to a new folder output_dir/old-<n>: the checkpoints after `step` with a copy of
 // metrics.jsonl, or with `step` -1 (a run from scratch) every checkpoint and every other file of an earlier run. Returns

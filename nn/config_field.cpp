@@ -67,6 +67,11 @@ bool Field::in_bounds() const {
             return !*value || rule.range.contains(static_cast<double>(**value));
           },
           [&](const std::optional<std::string>* value) { return !*value || good_text(**value); },
+          [&](const auto* by_name) {
+            return std::ranges::all_of(*by_name, [&](const auto& entry) {
+              return good_text(entry.first) && rule.range.contains(static_cast<double>(entry.second));
+            });
+          },
       },
       target);
 }
@@ -79,7 +84,7 @@ std::string Field::expected() const {
                         [&](const double*) { return with_bound("number", rule.range); },
                         [&](const std::string*) { return text; },
                         [&](const std::vector<std::string>*) -> std::string {
-                          return "non-empty list of non-empty strings";
+                          return rule.takes_one ? "non-empty string or list of them" : "non-empty list of non-empty strings";
                         },
                         [&](const Choice& choice) {
                           const std::string note = rule.form.empty() ? "" : concat_text(" (", rule.form, ")");
@@ -90,6 +95,8 @@ std::string Field::expected() const {
                           return with_bound("integer", rule.range) + " or null";
                         },
                         [&](const std::optional<std::string>*) { return text + " or null"; },
+                        [&](const ByName<std::int64_t>*) { return concat_text("map of ", rule.form, " to ", with_bound("integer", rule.range)); },
+                        [&](const ByName<double>*) { return concat_text("map of ", rule.form, " to ", with_bound("number", rule.range)); },
                     },
                     target);
 }
@@ -107,6 +114,12 @@ std::string Field::value_text() const {
           [&](const std::optional<bool>* value) { return *value ? boolean(**value) : "null"; },
           [](const std::optional<std::int64_t>* value) { return *value ? std::to_string(**value) : "null"; },
           [](const std::optional<std::string>* value) { return *value ? quoted_text(**value) : "null"; },
+          [](const auto* by_name) {
+            std::string out = "{";
+            for (const auto& [name, value] : *by_name)
+              out.append(out.size() == 1 ? "" : ", ").append(quoted_text(name) + ": " + number_text(static_cast<double>(value)));
+            return out + "}";
+          },
       },
       target);
 }

@@ -51,16 +51,22 @@ struct Choice {
   std::function<void()> clear;                           // empty unless the target is optional
 };
 
+// Values by name, in the order in which they are written.
+template <typename Value>
+using ByName = std::vector<std::pair<std::string, Value>>;
+
 // Where a value lives. An optional may be left out or null: it then takes a default that depends on other keys.
 using FieldTarget = std::variant<bool*, std::int64_t*, double*, std::string*, std::vector<std::string>*, Choice,
-                                 std::optional<bool>*, std::optional<std::int64_t>*, std::optional<std::string>*>;
+                                 std::optional<bool>*, std::optional<std::int64_t>*, std::optional<std::string>*,
+                                 ByName<std::int64_t>*, ByName<double>*>;
 
 struct FieldRule {
   Range range = {};
   bool required = false;
   std::string_view derived = {};  // the default in words, where it depends on other keys
-  std::string_view form = {};     // what `accepts` accepts, in words; of a choice: a note on its names
+  std::string_view form = {};     // what `accepts` accepts, in words; of a choice: a note on its names; of names: what they are
   bool (*accepts)(const std::string&) = nullptr;  // further test of a string
+  bool takes_one = false;         // of a list: a string alone is a list of it
 };
 
 struct Field {

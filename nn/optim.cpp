@@ -52,6 +52,7 @@ AdamW::AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options)
     HEDDLE_CHECK(parameter.is_leaf() && parameter.requires_grad() && parameter.is_contiguous(), "adamw: parameter '",
                  named.name, "' must be a dense leaf that requires a gradient");
     const bool is_half = parameter.dtype() == DType::bf16 || parameter.dtype() == DType::f16;
+    const double rate_scale = options.rate_scale ? options.rate_scale(named) : 1;
     const Tensor master = is_half ? cast(parameter.detach(), DType::f32) : parameter;
     parameter.set_grad_dtype(master.dtype());
     slots_.push_back({.name = std::move(named.name),
@@ -59,7 +60,8 @@ AdamW::AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options)
                       .master = master,
                       .exp_avg = Tensor::zeros(parameter.shape(), master.dtype(), parameter.device()),
                       .exp_avg_sq = Tensor::zeros(parameter.shape(), master.dtype(), parameter.device()),
-                      .weight_decay = parameter.rank() >= 2 ? options.weight_decay : 0.0});
+                      .weight_decay = parameter.rank() >= 2 ? options.weight_decay : 0.0,
+                      .rate_scale = rate_scale});
   }
 }
 
@@ -90,7 +92,8 @@ PendingUpdate AdamW::start_update(const UpdateArgs& args) {
                                .first_moment = slot.exp_avg.mutable_view(),
                                .second_moment = slot.exp_avg_sq.mutable_view(),
                                .rounded = slot.has_master() ? slot.parameter.mutable_view() : MutView{},
-                               .weight_decay = slot.weight_decay});
+                               .weight_decay = slot.weight_decay,
+                               .rate_scale = slot.rate_scale});
   }
   ExecContext& context = device_context(numbers_.device());
   global_norm(norms, context);

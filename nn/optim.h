@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@ struct AdamWOptions {
   double beta2 = 0.95;
   double eps = 1e-8;
   double weight_decay = 0.1;  // for tensors of two or more dimensions; never for biases and norms
+  std::function<double(const NamedTensor&)> rate_scale = {};  // of a parameter: multiplies its learning rate; absent: 1
 };
 
 struct UpdateArgs {
@@ -82,6 +84,7 @@ class AdamW {
     Tensor exp_avg;
     Tensor exp_avg_sq;
     double weight_decay;
+    double rate_scale;
 
     bool has_master() const { return master.impl_ptr() != parameter.impl_ptr(); }
   };

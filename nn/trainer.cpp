@@ -55,7 +55,8 @@ Trainer::Trainer(CausalLM& model, const Dataset& data, const TrainConfig& config
       optimizer_(model.trainable_parameters(), {.beta1 = config_.adam_beta1,
                                                 .beta2 = config_.adam_beta2,
                                                 .eps = config_.adam_epsilon,
-                                                .weight_decay = config_.weight_decay}) {
+                                                .weight_decay = config_.weight_decay,
+                                                .rate_scale = options_.rate_scale}) {
   state_.data = data_.describe();
   state_.dropout.seed = static_cast<std::uint64_t>(config_.seed) ^ kDropoutStream;
   resume_or_start();
@@ -73,7 +74,7 @@ void Trainer::resume_or_start() {
     HEDDLE_CHECK(from->state.data == state_.data, "resume: ", printable_path(from->folder), " was trained on other data. Then: ",
                  from->state.data, ". Now: ", state_.data,
                  ". A run continues only on the data it began with; restore it, or start a run in another train.output_dir");
-    state_ = load_checkpoint(from->folder, model_, optimizer_);
+    state_ = load_checkpoint(from->folder, model_, optimizer_, options_.adapter);
     out << "resuming from " << printable_path(from->folder) << ", step " << state_.step << std::endl;
     if (fs::canonical(from->folder).parent_path() == fs::canonical(folder_.path())) {
       kept_step_ = state_.step;
@@ -193,7 +194,7 @@ void Trainer::save_now(Progress& progress) {
     return;
   }
   try {
-    last_checkpoint_ = save_checkpoint(folder_.path(), model_, optimizer_, state_, options_.config_yaml);
+    last_checkpoint_ = save_checkpoint(folder_.path(), model_, optimizer_, state_, options_.config_yaml, options_.adapter);
   } catch (const Error& error) {
     throw Error(concat_text("train: no checkpoint of step ", state_.step, ": ", error.what(), "; ", last_checkpoint_text()));
   }

@@ -38,6 +38,8 @@ void write_graph(const std::filesystem::path& path, const CausalLM& model, const
 
 struct TrainerOptions {
   std::string title;        // of loss.svg
+  std::optional<AdapterState> adapter = {};  // of a model whose other parameters are frozen
+  std::function<double(const NamedTensor&)> rate_scale = {};  // AdamWOptions::rate_scale
   std::string config_yaml;  // the resolved config, stored in the output folder and in every checkpoint
   std::function<bool()> interrupted = [] { return false; };  // asked after every step
   ProgressTarget progress = standard_output();

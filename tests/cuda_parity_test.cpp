@@ -91,6 +91,18 @@ std::vector<OpCase> op_cases() {
       {"gelu_mlp_odd", {{3, 13}, {11, 13}, {7, 11}}, -1, 1, [](const Inputs& x) { return gelu_mlp(x[0], x[1], {}, x[2], {}); }},
       {"linear_of_one_input", {{5, 9, 24}, {40, 24}, {40, 24}}, -1, 1,
        [](const Inputs& x) { return add(linear(x[0], x[1]), linear(x[0], x[2])); }},
+      {"add_low_rank", {{5, 9, 24}, {56, 24}, {12, 24}, {40, 4}, {8, 6}}, -1, 1,
+       [](const Inputs& x) {
+         const std::vector<Tensor> as = split(x[2], {4, 6, 2}, 0);  // one after another in memory, as the results are side by side
+         std::vector<Tensor> ys = linears(x[0], split(x[1], {40, 8, 8}, 0), {Tensor(), Tensor(), Tensor()});
+         return concat(add_low_rank(std::move(ys), x[0], {{as[0], x[3], 2}, {as[1], x[4], 0.5}, {}}), 2);
+       }},
+      {"add_low_rank_one_a", {{5, 9, 24}, {56, 24}, {4, 24}, {56, 4}}, -1, 1,
+       [](const Inputs& x) {
+         const std::vector<Tensor> bs = split(x[3], {40, 8, 8}, 0);
+         std::vector<Tensor> ys = linears(x[0], split(x[1], {40, 8, 8}, 0), {Tensor(), Tensor(), Tensor()});
+         return concat(add_low_rank(std::move(ys), x[0], {{x[2], bs[0], 2}, {x[2], bs[1], 2}, {x[2], bs[2], 2}}), 2);
+       }},
       {"linears_joined", {{5, 9, 24}, {56, 24}}, -1, 1,
        [](const Inputs& x) { return concat(linears(x[0], split(x[1], {40, 8, 8}, 0), {Tensor(), Tensor(), Tensor()}), 2); }},
       {"linear_odd", {{3, 7, 13}, {11, 13}, {11}}, -1, 1, [](const Inputs& x) { return linear(x[0], x[1], x[2]); }},

@@ -76,6 +76,35 @@ TEST(Tool, GeneratesTheSameTextFromTheSameSeed) {
   EXPECT_EQ(first.output, second.output);
 }
 
+class FineTuning : public testing::TestWithParam<std::string> {};
+
+TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
+  const test::TempFolder folder;
+  const fs::path base = folder.path() / "base", run = folder.path() / "run", merged = folder.path() / "merged";
+  ASSERT_EQ(heddle(train_three_steps("configs/" + GetParam() + ".yaml", base)).exit_code, 0);
+  const std::string train = train_three_steps("configs/" + GetParam() + "_lora.yaml", run) + " --set base=" + base.string();
+
+  const Outcome trained = heddle(train);
+  const Outcome resumed = heddle(train + " --set train.max_steps=4 --set train.resume_from_checkpoint=auto");
+  const std::string end = " --prompt 12+34= --max-new-tokens 8 --seed 3";
+  const Outcome adapted = heddle("generate --model " + base.string() + " --adapter " + run.string() + end);
+  const Outcome merge = heddle("merge --base " + base.string() + " --adapter " + run.string() + " --output " + merged.string());
+  const Outcome generated = heddle("generate --model " + merged.string() + end);
+
+  ASSERT_EQ(trained.exit_code, 0) << trained.output;
+  EXPECT_NE(trained.output.find(" %)\n"), std::string::npos) << trained.output;  // "..., N of them trainable (P %)"
+  for (const char* name : {"loss.svg", "checkpoint-3/adapter_model.safetensors", "checkpoint-3/adapter_config.json"})
+    EXPECT_TRUE(fs::exists(run / name)) << name;
+  EXPECT_FALSE(fs::exists(run / "checkpoint-3/model.safetensors"));
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_NE(resumed.output.find("resuming from " + (run / "checkpoint-3").string() + ", step 3"), std::string::npos) << resumed.output;
+  EXPECT_EQ(adapted.exit_code, 0) << adapted.output;
+  EXPECT_EQ(merge.exit_code, 0) << merge.output;
+  EXPECT_EQ(generated.exit_code, 0) << generated.output;
+}
+
+INSTANTIATE_TEST_SUITE_P(Examples, FineTuning, testing::Values("tiny", "arithmetic"), [](const auto& info) { return info.param; });
+
 TEST(Tool, GraphOptionWritesTheGraphAndTrainsNothing) {
   const test::TempFolder folder;
   const fs::path graph = folder.path() / "out.dot";

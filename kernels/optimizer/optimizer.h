@@ -18,12 +18,13 @@ struct AdamWParameter {
   MutView second_moment;
   MutView rounded;  // optional bfloat16 or float16 copy of the new weight
   double weight_decay = 0.0;
+  double rate_scale = 1.0;  // of the learning rate
 };
 
 // One update by AdamW. Every number that changes from one update to the next is read from the device's memory, so that the host
 // need not know it when it starts the update. With n = grad_scale * grad_norm, the gradient is
 //   g = grad * grad_scale * min(1, max_grad_norm / (n + 1e-6))          max_grad_norm 0: no clipping
-// and, t being the updates so far and this one,
+// and, t being the updates so far and this one and the learning rate multiplied by the parameter's rate_scale,
 //   w -= learning_rate * weight_decay * w
 //   m = beta1 m + (1 - beta1) g
 //   v = beta2 v + (1 - beta2) g^2

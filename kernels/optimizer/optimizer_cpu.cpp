@@ -21,8 +21,9 @@ void adamw_typed(const AdamWArgs& args, const AdamWParameter& parameter, const U
   const A* grad = parameter.grad.as<A>();
   const A keep1 = static_cast<A>(args.beta1), take1 = static_cast<A>(1.0 - args.beta1);
   const A keep2 = static_cast<A>(args.beta2), take2 = static_cast<A>(1.0 - args.beta2);
-  const A keep_weight = static_cast<A>(1.0 - numbers.learning_rate * parameter.weight_decay);
-  const A rate = static_cast<A>(numbers.rate), root = static_cast<A>(numbers.root), factor = static_cast<A>(numbers.factor);
+  const A keep_weight = static_cast<A>(1.0 - numbers.learning_rate * parameter.rate_scale * parameter.weight_decay);
+  const A rate = static_cast<A>(numbers.rate * parameter.rate_scale);
+  const A root = static_cast<A>(numbers.root), factor = static_cast<A>(numbers.factor);
   const A eps = static_cast<A>(args.eps);
   parallel_for(parameter.weight.numel(), kGrain, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {

@@ -17,7 +17,7 @@ struct AdamWItem {
   A* second;
   void* rounded;  // null where there is none
   bool is_bf16;   // dtype of rounded, else float16
-  double weight_decay;
+  double weight_decay, rate_scale;
   std::int64_t count;
 };
 
@@ -53,8 +53,8 @@ __global__ void adamw_kernel(const __grid_constant__ TensorTable<AdamWItem<A>> t
   const TablePart part = table_part(table);
   const AdamWItem<A> item = table.items[part.index];
   const auto& [keep1, take1, keep2, take2, eps] = constants;
-  const A rate = static_cast<A>(numbers.rate), root = static_cast<A>(numbers.root), factor = static_cast<A>(numbers.factor);
-  const A keep_weight = static_cast<A>(1.0 - numbers.learning_rate * item.weight_decay);
+  const A rate = static_cast<A>(numbers.rate * item.rate_scale), root = static_cast<A>(numbers.root), factor = static_cast<A>(numbers.factor);
+  const A keep_weight = static_cast<A>(1.0 - numbers.learning_rate * item.rate_scale * item.weight_decay);
 #pragma unroll 4
   for (std::int64_t i = part.begin + threadIdx.x; i < part.end; i += kBlock) {
     const A g = factor * item.grad[i];
@@ -80,7 +80,7 @@ void adamw_typed(const AdamWArgs& args, const UpdateNumbers* numbers, const Exec
     HEDDLE_CHECK(!parameter.rounded.defined() || rounded == DType::bf16 || rounded == DType::f16,
                  "adamw: the rounded copy must be bfloat16 or float16, got ", rounded);
     items.push_back({parameter.weight.as<A>(), parameter.grad.as<A>(), parameter.first_moment.as<A>(), parameter.second_moment.as<A>(),
-                     parameter.rounded.data, rounded == DType::bf16, parameter.weight_decay, parameter.weight.numel()});
+                     parameter.rounded.data, rounded == DType::bf16, parameter.weight_decay, parameter.rate_scale, parameter.weight.numel()});
   }
   const AdamWConstants<A> constants{static_cast<A>(args.beta1), static_cast<A>(1.0 - args.beta1), static_cast<A>(args.beta2),
                                     static_cast<A>(1.0 - args.beta2), static_cast<A>(args.eps)};

@@ -1,0 +1,191 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <sstream>
+
+#include "lora/adapter_file.h"
+#include "nn/posix_file.h"
+#include "nn/safetensors.h"
+#include "nn/trainer.h"
+#include "tests/support/error_of.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/tiny_run.h"
+
+// Training an adapter with the trainer.
+
+namespace heddle::lora {
+namespace {
+
+namespace fs = std::filesystem;
+using test::error_of;
+using test::TempFolder;
+using test::tiny_config;
+using test::tiny_model;
+using test::values_of;
+
+nn::TrainConfig train_config(const fs::path& folder, std::int64_t steps) {
+  nn::TrainConfig config;
+  config.output_dir = folder;
+  config.max_steps = steps;
+  config.micro_batch_size = 3;
+  config.gradient_accumulation_steps = 2;
+  config.learning_rate = 1e-2;
+  config.logging_steps = 1;
+  config.eval_steps = 0;
+  config.save_steps = 0;
+  return config;
+}
+
+struct LoraRun {
+  explicit LoraRun(const nn::TrainConfig& train, const LoraConfig& config = {.r = 4, .lora_dropout = 0.3, .use_dora = true},
+                   DType dtype = DType::f32, std::uint64_t seed = 1)
+      : model(tiny_model(tiny_config(nn::Architecture::llama), seed, dtype)), train(train) {
+    Generator generator{7};
+    adapter.emplace(model, plan_layers(linear_layers(model), config), config, generator);
+    adapter->attach(model);
+  }
+
+  // Interrupted after `steps` steps.
+  nn::TrainResult go(std::int64_t steps = 1000) {
+    nn::Trainer trainer(model, data, train,
+                        {.title = "test",
+                         .adapter = nn::AdapterState{.tensors = adapter->parameters(),
+                                                     .write_files = [&](const fs::path& folder) { save_adapter(folder, model, *adapter, "base"); },
+                                                     .base = base_fingerprint(model)},
+                         .rate_scale = [&](const nn::NamedTensor& parameter) { return adapter->rate_scale(parameter); },
+                         .config_yaml = "train: {}\n",
+                         .interrupted = [steps, done = std::int64_t{0}]() mutable { return ++done >= steps; },
+                         .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
+    return trainer.run();
+  }
+
+  std::vector<nn::NamedTensor> base() const {
+    std::vector<nn::NamedTensor> all = model.parameters();
+    std::erase_if(all, [](const nn::NamedTensor& named) { return named.tensor.requires_grad(); });
+    return all;
+  }
+
+  nn::CausalLM model;
+  std::optional<Adapter> adapter;
+  test::TinyData data;
+  nn::TrainConfig train;
+  std::ostringstream out;
+};
+
+class LoraTrainingIn : public testing::TestWithParam<DType> {};
+
+TEST_P(LoraTrainingIn, LeavesTheBasesBytesAndMovesTheAdapter) {
+  const TempFolder folder;
+  LoraRun run(train_config(folder / "run", 3), {.r = 2}, GetParam());
+  const auto base = values_of(run.base()), factors = values_of(run.adapter->parameters());
+  const std::string fingerprint = base_fingerprint(run.model);
+
+  run.go();
+
+  EXPECT_EQ(values_of(run.base()), base);
+  EXPECT_EQ(base_fingerprint(run.model), fingerprint);
+  const auto trained = values_of(run.adapter->parameters());
+  for (std::size_t i = 0; i < trained.size(); ++i) EXPECT_NE(trained[i], factors[i]) << i;
+}
+
+TEST_P(LoraTrainingIn, ResumedRunEqualsTheUninterruptedOneBitForBit) {
+  const TempFolder folder;
+  nn::TrainConfig whole = train_config(folder / "whole", 7), parts = train_config(folder / "parts", 7);
+  const LoraConfig config{.r = 4, .lora_dropout = 0.3, .use_dora = true, .loraplus_lr_ratio = 4};
+  LoraRun uninterrupted(whole, config, GetParam());
+  uninterrupted.go();
+
+  LoraRun(parts, config, GetParam()).go(3);
+  parts.resume_from_checkpoint = "auto";
+  LoraRun resumed(parts, config, GetParam());
+  resumed.go();
+
+  EXPECT_EQ(values_of(resumed.adapter->parameters()), values_of(uninterrupted.adapter->parameters()));
+  for (const char* name : {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "trainer_state.json"})
+    EXPECT_TRUE(nn::read_file(folder / "whole/checkpoint-7" / name) == nn::read_file(folder / "parts/checkpoint-7" / name)) << name;
+}
+
+INSTANTIATE_TEST_SUITE_P(, LoraTrainingIn, testing::Values(DType::f32, DType::bf16),
+                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+
+TEST(LoraTraining, EvaluatingChangesNothingAndDropsNothing) {
+  const TempFolder folder;
+  nn::TrainConfig silent = train_config(folder / "silent", 4), checked = train_config(folder / "checked", 4);
+  checked.eval_steps = 1;
+  LoraRun a(silent), b(checked);
+  a.go();
+  b.go();
+
+  EXPECT_EQ(values_of(a.adapter->parameters()), values_of(b.adapter->parameters()));
+}
+
+TEST(LoraTraining, AccumulationEqualsOneLargeBatch) {
+  const TempFolder folder;
+  nn::TrainConfig parts = train_config(folder / "parts", 2), whole = train_config(folder / "whole", 2);
+  whole.micro_batch_size = 6;
+  whole.gradient_accumulation_steps = 1;
+  LoraRun a(parts, {.r = 2}, DType::f64), b(whole, {.r = 2}, DType::f64);
+  a.go();
+  b.go();
+
+  // Sums of some hundred float64 terms in another order, through two updates that divide by their own size.
+  const auto x = values_of(a.adapter->parameters()), y = values_of(b.adapter->parameters());
+  for (std::size_t i = 0; i < x.size(); ++i)
+    for (std::size_t j = 0; j < x[i].size(); ++j) ASSERT_NEAR(x[i][j], y[i][j], 1e-9) << i << ' ' << j;
+}
+
+TEST(LoraTraining, CheckpointHoldsTheAdapterThatOthersReadAndNotTheBase) {
+  const TempFolder folder;
+  LoraRun run(train_config(folder / "run", 2), {.r = 2});
+  const nn::TrainResult result = run.go();
+  run.model.eval();
+  const std::vector<double> trained = run.model.forward(Tensor::zeros({1, 5}, DType::i64)).to_doubles();
+
+  EXPECT_FALSE(fs::exists(result.checkpoint / "model.safetensors"));
+  EXPECT_EQ(nn::open_adapter(folder / "run"), result.checkpoint);
+  EXPECT_NE(error_of([&] { nn::open_weights(folder / "run"); }).find("holds an adapter and not the model it was trained on"), std::string::npos);
+  nn::CausalLM model = tiny_model(tiny_config(nn::Architecture::llama));
+  load_adapter(result.checkpoint, model).attach(model);
+  model.eval();
+  EXPECT_EQ(model.forward(Tensor::zeros({1, 5}, DType::i64)).to_doubles(), trained);
+}
+
+TEST(LoraTraining, ResumeRefusesAnotherRankAnotherBaseAndAWholeModel) {
+  const TempFolder folder;
+  nn::TrainConfig config = train_config(folder / "run", 2);
+  LoraRun(config, {.r = 2, .target_modules = {"q_proj"}}).go(1);
+  config.resume_from_checkpoint = "auto";
+  const std::string checkpoint = folder / "run/checkpoint-1";
+
+  const std::string rank = error_of([&] { LoraRun(config, {.r = 4, .target_modules = {"q_proj"}}).go(); });
+  EXPECT_NE(rank.find("weight.model.layers.0.self_attn.q_proj.lora_A.weight is float32 [2, 12], expected float32 [4, 12]"), std::string::npos) << rank;
+  EXPECT_EQ(error_of([&] { LoraRun(config, {.r = 2, .target_modules = {"q_proj"}}, DType::f32, /*seed=*/2).go(); }),
+            checkpoint + " was trained on another base than this one; restore it");
+  nn::CausalLM whole = tiny_model(tiny_config(nn::Architecture::llama));
+  const test::TinyData data;
+  std::ostringstream out;
+  EXPECT_EQ(error_of([&] {
+              nn::Trainer(whole, data, config, {.title = "test", .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
+            }),
+            checkpoint + " holds an adapter, and this run trains a whole model");
+}
+
+TEST(LoraPlus, RateOfBIsMultiplied) {
+  const TempFolder folder;
+  const auto moved = [&](double ratio) {
+    LoraRun run(train_config(folder / std::to_string(ratio), 1), {.r = 2, .target_modules = {"q_proj"}, .loraplus_lr_ratio = ratio});
+    const auto before = values_of(run.adapter->parameters());
+    run.go();
+    const auto after = values_of(run.adapter->parameters());
+    double out = 0;
+    for (std::size_t i = 0; i < after[1].size(); ++i) out = std::max(out, std::abs(after[1][i] - before[1][i]));
+    return out;
+  };
+
+  // B is zero, so nothing decays and AdamW's first step is rate * g / (|g| + 1e-8): the rate to 1e-3 where |g| is 1e-5 or more.
+  EXPECT_NEAR(moved(1), 1e-2, 1e-5);
+  EXPECT_NEAR(moved(16), 16e-2, 16e-5);
+}
+
+}  // namespace
+}  // namespace heddle::lora
