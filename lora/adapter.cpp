@@ -10,6 +10,7 @@
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "lora/pissa.h"
 #include "nn/transformer.h"
 
 namespace heddle::lora {
@@ -86,6 +87,36 @@ class Pool {
   std::int64_t used_ = 0;
 };
 
+// The weights of layers, their rows one after another.
+Tensor joined_weight(const std::vector<std::shared_ptr<nn::LinearBase>>& layers) {
+  std::vector<Tensor> weights;
+  for (const auto& layer : layers) weights.push_back(layer->dense_weight());
+  return concat(weights, 0);
+}
+
+// Takes A and B from the weights, and gives the layers that are adapted in place of these.
+std::vector<std::shared_ptr<nn::LinearBase>> take_principal_part(AdaptedLayer& layer, const std::vector<std::shared_ptr<nn::LinearBase>>& parts,
+                                                                 Pool& memory) {
+  const Tensor weight = joined_weight(parts);
+  const auto [a, b] = principal_part(weight, layer.a.size(0), layer.scale);
+  layer.a.copy_(a);
+  layer.b.copy_(b);
+  layer.initial_a = layer.a.clone();
+  layer.initial_b = layer.b.clone();
+  const DType wide = weight.dtype() == DType::f64 ? DType::f64 : DType::f32;
+  const Tensor residual = memory.take(weight.shape());
+  residual.copy_(sub(cast(weight, wide), scale(matmul(cast(layer.b, wide), cast(layer.a, wide)), layer.scale)));
+  std::vector<std::shared_ptr<nn::LinearBase>> out;
+  std::int64_t row = 0;
+  for (const auto& part : parts) {
+    HEDDLE_CHECK(dynamic_cast<const nn::Linear*>(part.get()) != nullptr, "lora: init_lora_weights pissa needs layers that are not quantised");
+    out.push_back(std::make_shared<nn::Linear>(slice(residual, 0, row, row + part->out_features()), part->bias()));
+    out.back()->freeze();
+    row += part->out_features();
+  }
+  return out;
+}
+
 void initialise(const AdaptedLayer& layer, const LoraConfig& config, Generator& generator) {
   const Tensor& a = layer.a;
   const auto r = static_cast<double>(a.size(0)), bound = 1 / std::sqrt(static_cast<double>(a.size(1)));
@@ -98,13 +129,8 @@ void initialise(const AdaptedLayer& layer, const LoraConfig& config, Generator& 
 // The norms of the rows of all layers' weights, one after another.
 Tensor row_norms(const std::vector<std::shared_ptr<nn::LinearBase>>& layers) {
   const NoGradGuard no_grad;
-  std::vector<Tensor> norms;
-  for (const auto& layer : layers) {
-    const Tensor weight = layer->dense_weight();
-    const Tensor wide = cast(weight, weight.dtype() == DType::f64 ? DType::f64 : DType::f32);
-    norms.push_back(cast(sqrt(sum(mul(wide, wide), {1})), weight.dtype()));
-  }
-  return concat(norms, 0);
+  const Tensor weight = joined_weight(layers), wide = cast(weight, weight.dtype() == DType::f64 ? DType::f64 : DType::f32);
+  return cast(sqrt(sum(mul(wide, wide), {1})), weight.dtype());
 }
 
 std::map<std::string, std::shared_ptr<nn::LinearBase>> layers_of(const nn::Module& model) {
@@ -165,12 +191,16 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
   };
   model.freeze();
   const Tensor like = layer(plan.front().names.front())->dense_weight();
-  std::int64_t a_size = 0, b_size = 0;
+  std::int64_t a_size = 0, b_size = 0, weight_size = 0;
   for (const LayerPlan& item : plan) {
     a_size += item.r * layer(item.names.front())->in_features();
-    for (const std::string& name : item.names) b_size += item.r * layer(name)->out_features();
+    for (const std::string& name : item.names) {
+      b_size += item.r * layer(name)->out_features();
+      weight_size += layer(name)->in_features() * layer(name)->out_features();
+    }
   }
-  Pool as(a_size, like), bs(b_size, like);
+  const bool is_pissa = config.init_lora_weights == InitLoraWeights::pissa;
+  Pool as(a_size, like), bs(b_size, like), residuals(is_pissa ? weight_size : 0, like);
   for (const LayerPlan& item : plan) {
     std::vector<std::shared_ptr<nn::LinearBase>> parts;
     std::int64_t rows = 0;
@@ -179,7 +209,9 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
       rows += parts.back()->out_features();
     }
     AdaptedLayer out = {item.names, as.take({item.r, parts[0]->in_features()}), bs.take({rows, item.r}), {}, item.alpha, item.scale};
-    initialise(out, config, generator);
+    std::vector<std::shared_ptr<nn::LinearBase>> residual(parts.size());
+    if (is_pissa) residual = take_principal_part(out, parts, residuals);
+    else initialise(out, config, generator);
     if (config.use_dora) out.magnitude = row_norms(parts);
     std::int64_t row = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -189,7 +221,7 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
                                    .scale = item.scale,
                                    .dropout = config.lora_dropout,
                                    .magnitude = config.use_dora ? slice(out.magnitude, 0, row, end) : Tensor()};
-      slots_.push_back({item.names[i], parts[i], std::make_shared<LoraLinear>(parts[i], factors), nullptr});
+      slots_.push_back({item.names[i], parts[i], std::make_shared<LoraLinear>(parts[i], factors, residual[i]), nullptr});
       row = end;
     }
     layers_.push_back(std::move(out));

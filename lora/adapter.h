@@ -19,6 +19,7 @@ struct AdaptedLayer {
   Tensor magnitude;                // [out of all], undefined without DoRA
   double alpha = 0;
   double scale = 1;
+  Tensor initial_a = {}, initial_b = {};  // with PiSSA: what is adapted is the base less scale * initial_b initial_a
 };
 
 // Layers to adapt, and how.

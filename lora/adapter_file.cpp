@@ -73,6 +73,9 @@ struct Factors {
   const AdaptedLayer* whole = nullptr;
 };
 
+// What keeps the scale when the rank doubles.
+double rank_factor(const LoraConfig& config) { return config.use_rslora ? std::sqrt(2.0) : 2.0; }
+
 // By name.
 std::map<std::string, Factors> factors_of(const Adapter& adapter, const std::vector<HfLayer>& layers) {
   std::map<std::string, std::int64_t> sizes;
@@ -80,12 +83,18 @@ std::map<std::string, Factors> factors_of(const Adapter& adapter, const std::vec
     for (const Part& part : layer.parts) sizes[part.name] = part.own->out_features();
   std::map<std::string, Factors> out;
   for (const AdaptedLayer& layer : adapter.layers()) {
-    const Tensor a = on_host(layer.a), b = on_host(layer.b);
+    Tensor a = on_host(layer.a), b = on_host(layer.b);
+    double alpha = layer.alpha;
+    if (layer.initial_a.defined()) {  // PiSSA: B A - B0 A0 as one product, of twice the rank
+      a = concat({a, on_host(layer.initial_a)}, 0);
+      b = concat({b, neg(on_host(layer.initial_b))}, 1);
+      alpha *= rank_factor(adapter.config());
+    }
     const Tensor magnitude = layer.magnitude.defined() ? on_host(layer.magnitude) : Tensor();
     std::int64_t start = 0;
     for (const std::string& name : layer.names) {
       const std::int64_t end = start + sizes.at(name);
-      out[name] = {a, rows(b, start, end), rows(magnitude, start, end), layer.alpha, layer.scale, &layer};
+      out[name] = {a, rows(b, start, end), rows(magnitude, start, end), alpha, layer.scale, &layer};
       start = end;
     }
   }
@@ -147,12 +156,17 @@ PeftConfig peft_config(const LoraConfig& config, const std::map<std::string, boo
                  .use_rslora = config.use_rslora,
                  .use_dora = config.use_dora,
                  .init_lora_weights = std::string(nn::name_of(nn::EnumNames<InitLoraWeights>(kInitNames), config.init_lora_weights))};
+  if (config.init_lora_weights == InitLoraWeights::pissa) {
+    out.r *= 2;
+    out.lora_alpha *= rank_factor(config);
+    out.init_lora_weights = "true";
+  }
   for (const auto& [ending, is_one] : by_ending(is_target))
     if (is_one) out.target_modules.push_back(ending);
   for (const auto& [ending, rank] : by_ending(ranks))
-    if (rank != config.r) out.rank_pattern.emplace_back(ending, rank);
+    if (rank != out.r) out.rank_pattern.emplace_back(ending, rank);
   for (const auto& [ending, alpha] : by_ending(alphas))
-    if (alpha != config.lora_alpha) out.alpha_pattern.emplace_back(ending, alpha);
+    if (alpha != out.lora_alpha) out.alpha_pattern.emplace_back(ending, alpha);
   return out;
 }
 

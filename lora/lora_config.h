@@ -11,14 +11,15 @@
 
 namespace heddle::lora {
 
-// How A starts. B is zero, so the model's function is what it was.
+// How A and B start: each way the model's function is what it was.
 enum class InitLoraWeights {
   kaiming,   // "true": A from U(-1/sqrt(in), 1/sqrt(in)), as PEFT's kaiming_uniform with a = sqrt(5)
-  gaussian,  // A from N(0, 1/r), the standard deviation being 1/r
+  gaussian,  // A from N(0, 1/r), the standard deviation being 1/r; B is zero, as with kaiming
+  pissa,     // A and B hold the r largest singular values of the weight, and what is adapted is the rest. Meng et al. 2024
 };
 
-inline constexpr std::array<std::pair<std::string_view, InitLoraWeights>, 2> kInitNames{
-    {{"true", InitLoraWeights::kaiming}, {"gaussian", InitLoraWeights::gaussian}}};
+inline constexpr std::array<std::pair<std::string_view, InitLoraWeights>, 3> kInitNames{
+    {{"true", InitLoraWeights::kaiming}, {"gaussian", InitLoraWeights::gaussian}, {"pissa", InitLoraWeights::pissa}}};
 
 // Low-rank adaptation, in PEFT's names and meanings. Hu et al. 2021.
 struct LoraConfig {

@@ -31,7 +31,8 @@ void check_factors(const nn::LinearBase& base, const Tensor& weight, const LoraF
 
 }  // namespace
 
-LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors) : base_(std::move(base)), factors_(factors) {
+LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors, std::shared_ptr<nn::LinearBase> residual)
+    : base_(std::move(base)), adapted_(residual != nullptr ? std::move(residual) : base_), factors_(factors) {
   const Tensor weight = base_->dense_weight();
   check_factors(*base_, weight, factors_);
   has_dtype_of_base_ = factors_.a.dtype() == weight.dtype();
@@ -41,7 +42,7 @@ LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& 
   if (factors_.magnitude.defined()) register_parameter("lora_magnitude_vector", factors_.magnitude);
 }
 
-const nn::LinearBase& LoraLinear::base() const { return is_plain() ? *base_ : static_cast<const nn::LinearBase&>(*this); }
+const nn::LinearBase& LoraLinear::base() const { return is_plain() ? *adapted_ : static_cast<const nn::LinearBase&>(*this); }
 
 nn::LinearBase::Adapter LoraLinear::adapter() const {
   if (!is_plain()) return {};
@@ -54,12 +55,12 @@ Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const {
   const DType dtype = factors_.a.dtype();
   const Tensor dropped = active_dropout() > 0 ? heddle::dropout(x, active_dropout(), *dropout) : x;
   const LowRank term = {factors_.a, factors_.b, factors_.scale};
-  const Tensor result = cast(base_->forward(x), dtype);
+  const Tensor result = cast(adapted_->forward(x), dtype);
   if (!factors_.magnitude.defined()) return cast(add_low_rank({result}, cast(dropped, dtype), {term})[0], x.dtype());
 
   // DoRA rescales what depends on the weight: not the bias, and of a dropped input the part that it adds.
   const Tensor bias = base_->bias().defined() ? cast(base_->bias(), dtype) : Tensor();
-  Tensor product = active_dropout() > 0 ? cast(base_->forward(dropped), dtype) : result;
+  Tensor product = active_dropout() > 0 ? cast(adapted_->forward(dropped), dtype) : result;
   if (bias.defined()) product = sub(product, bias);
   const Tensor adapted = add_low_rank({product}, cast(dropped, dtype), {term})[0];
   const Tensor gain = div(factors_.magnitude, row_norms());
@@ -69,7 +70,7 @@ Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const {
 Tensor LoraLinear::row_norms() const {
   const NoGradGuard no_grad;
   // |W + sBA|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, row by row.
-  const Tensor weight = wide(base_->dense_weight()), a = wide(factors_.a.detach()), b = wide(factors_.b.detach());
+  const Tensor weight = wide(adapted_->dense_weight()), a = wide(factors_.a.detach()), b = wide(factors_.b.detach());
   const Tensor twice = scale(matmul(weight, transpose(a, 0, 1)), 2);                                       // [out, r]
   const Tensor square = scale(matmul(b, matmul(a, transpose(a, 0, 1))), factors_.scale);                   // [out, r]
   const Tensor added = scale(sum(mul(add(twice, square), b), {1}), factors_.scale);                        // [out]
@@ -78,7 +79,7 @@ Tensor LoraLinear::row_norms() const {
 
 Tensor LoraLinear::dense_weight() const {
   const NoGradGuard no_grad;
-  const Tensor own = base_->dense_weight();
+  const Tensor own = adapted_->dense_weight();
   Tensor weight = add(wide(own), scale(matmul(wide(factors_.b.detach()), wide(factors_.a.detach())), factors_.scale));
   if (factors_.magnitude.defined()) {
     const Tensor gain = div(wide(factors_.magnitude.detach()), sqrt(sum(mul(weight, weight), {1})));  // [out]

@@ -24,8 +24,9 @@ struct LoraFactors {
 // Parameters: base_layer.*, lora_A.weight, lora_B.weight and lora_magnitude_vector.
 class LoraLinear final : public nn::LinearBase {
  public:
-  // Factors may be shared with other layers. Throws heddle::Error if shapes, dtypes or devices do not fit.
-  LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors);
+  // Factors may be shared with other layers. Where a residual is given it takes the base's part in everything computed (PiSSA); it is
+  // not among the parameters. Throws heddle::Error if shapes, dtypes or devices do not fit.
+  LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors, std::shared_ptr<nn::LinearBase> residual = nullptr);
 
   Tensor forward(const Tensor& x, Generator* dropout = nullptr) const override;
   std::int64_t in_features() const override { return base_->in_features(); }
@@ -48,6 +49,7 @@ class LoraLinear final : public nn::LinearBase {
   Tensor row_norms() const;  // [out] of W + scale B A, from products that are no larger than B
 
   std::shared_ptr<nn::LinearBase> base_;
+  std::shared_ptr<nn::LinearBase> adapted_;  // the base, or the residual
   LoraFactors factors_;
   bool has_dtype_of_base_ = true;
 };

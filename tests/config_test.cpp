@@ -400,7 +400,7 @@ TEST_F(Config, MistakesOfFineTuningAreAllReported) {
             "--set lora.rank_pattern: expected map of patterns of names to integer in [1, 1e+09], got a map\n"
             "--set lora.alpha_pattern: expected map of patterns of names to number > 0, got a map\n"
             "--set lora.lora_dropout: expected number in [0, 1), got 1\n"
-            "--set lora.init_lora_weights: expected one of true, gaussian, got \"olora\"\n"
+            "--set lora.init_lora_weights: expected one of true, gaussian, pissa, got \"olora\"\n"
             "--set lora.lora_alhpa: expected a known key, got \"lora_alhpa\"; did you mean lora_alpha?");
 }
 

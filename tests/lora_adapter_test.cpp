@@ -138,6 +138,26 @@ TEST(Adapter, KaimingFillsItsIntervalAndGaussianHasItsDeviation) {
   EXPECT_NEAR(std::sqrt(squares / static_cast<double>(drawn.size())), 1.0 / 50, 0.15 / 50);
 }
 
+TEST(Adapter, PissaStartsAsTheBaseAndAdaptsWhatIsLeftOfIt) {
+  for (const std::vector<std::string>& targets : {std::vector<std::string>{"all-linear"}, {"c_attn"}}) {
+    nn::CausalLM model = tiny_model(tiny_config(), 1, DType::f64);
+    const std::vector<double> before = model.forward(ids()).to_doubles();
+    Adapter adapter = adapt(model, {.r = 3, .lora_alpha = 5, .target_modules = targets, .init_lora_weights = InitLoraWeights::pissa});
+    adapter.attach(model);
+
+    EXPECT_TRUE(all_close(model.forward(ids()), before, 1e-12));
+    EXPECT_NE(adapter.layers()[0].b.to_doubles(), std::vector<double>(adapter.layers()[0].b.numel(), 0.0));
+    EXPECT_EQ(model.trainable_parameters().size(), adapter.parameters().size());
+    randomise(adapter);
+    const std::vector<double> changed = model.forward(ids()).to_doubles();
+    EXPECT_NE(changed, before);
+    adapter.merge(model);
+    EXPECT_TRUE(all_close(model.forward(ids()), changed, 1e-12));
+    adapter.detach(model);
+    EXPECT_TRUE(all_equal(model.forward(ids()), before));
+  }
+}
+
 // --- What is trained ---
 TEST(Adapter, EverythingButItsOwnIsFrozenAndModesDoNotChangeThat) {
   nn::CausalLM model = tiny_model(tiny_config(nn::Architecture::llama));

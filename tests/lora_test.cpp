@@ -3,6 +3,7 @@
 #include "autograd/gradcheck.h"
 #include "autograd/ops.h"
 #include "lora/adapter.h"
+#include "lora/pissa.h"
 #include "nn/transformer.h"
 #include "tests/support/compare.h"
 #include "tests/support/tensors.h"
@@ -123,6 +124,28 @@ TEST(LoraLinear, Float32FactorsBesideA16BitLayerAreAppliedInFloat32AndRoundedOnc
 
   EXPECT_EQ(y.dtype(), DType::f16);
   EXPECT_TRUE(all_equal(y, {-32768 + 16384}));
+}
+
+// --- PiSSA ---
+TEST(PrincipalPart, IsThatOfTheLargestSingularValues) {
+  // Rotations by 3-4-5 triangles around diag(9, 4, 1): the part of 9 is 9 u v^T with u = (0.6, 0.8, 0), v = (0.8, 0, 0.6).
+  const Tensor u = Tensor::from_vector<double>({0.6, -0.8, 0, 0.8, 0.6, 0, 0, 0, 1}, {3, 3});
+  const Tensor v = Tensor::from_vector<double>({0.8, 0, -0.6, 0, 1, 0, 0.6, 0, 0.8}, {3, 3});
+  const Tensor diagonal = Tensor::from_vector<double>({9, 0, 0, 0, 4, 0, 0, 0, 1}, {3, 3});
+
+  const auto [a, b] = principal_part(matmul(matmul(u, diagonal), transpose(v, 0, 1)), 1, 4);
+
+  EXPECT_TRUE(all_close(scale(matmul(b, a), 4), {4.32, 0, 3.24, 5.76, 0, 4.32, 0, 0, 0}, 1e-13));
+  EXPECT_TRUE(all_close(sum(mul(a, a)), {9.0 / 4}, 1e-13));  // shared evenly: |a|^2 = |b|^2 = S / scale
+}
+
+TEST(PrincipalPart, LeavesNothingOfAMatrixOfItsRank) {
+  const Tensor weight = matmul(random_tensor({40, 3}, DType::f64, 1), random_tensor({3, 30}, DType::f64, 2));
+
+  const auto [a, b] = principal_part(weight, 5, 0.5);
+
+  EXPECT_EQ(a.shape(), (Shape{5, 30}));
+  EXPECT_TRUE(all_close(scale(matmul(b, a), 0.5), weight.to_doubles(), 1e-11));
 }
 
 // --- Plans ---
