@@ -20,7 +20,7 @@ constexpr std::string_view kFreeOnResume[] = {
     "model.initializer_range",  // acts before the first step
     "data.files",               // the data themselves are compared: TrainerState::data
     "train.output_dir", "train.max_nonfinite_steps", "train.num_threads", "train.logging_steps", "train.eval_steps",
-    "train.eval_iters", "train.save_steps", "train.save_total_limit", "train.resume_from_checkpoint", "attention.kernel",
+    "train.eval_iters", "train.save_steps", "train.save_total_limit", "train.resume_from_checkpoint", "train.cuda_graph", "attention.kernel",
     "attention.deterministic", "device"};
 constexpr std::string_view kFreeOfAdapter[] = {"lora.lora_dropout", "lora.loraplus_lr_ratio"};  // act on the training only
 constexpr std::string_view kDropout[] = {"model.resid_pdrop", "model.embd_pdrop"};

@@ -42,6 +42,7 @@ std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, c
                                                      .beta2 = train.adam_beta2,
                                                      .eps = train.adam_epsilon,
                                                      .weight_decay = train.weight_decay});
+  nn::TrainStep train_step(model, optimizer, train);
   Generator dropout{static_cast<std::uint64_t>(train.seed)};
   std::int64_t examples = 0;
   std::vector<double> seconds;
@@ -56,14 +57,9 @@ std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, c
     std::vector<nn::Batch> window;
     for (std::int64_t i = 0; i < train.gradient_accumulation_steps; ++i, examples += train.micro_batch_size)
       window.push_back(data.train_batch(examples, train.micro_batch_size));
-    const nn::WindowLoss loss = nn::accumulate_window(model, window, &dropout);
-    nn::PendingUpdate update = optimizer.start_update({.learning_rate = train.learning_rate,
-                                                       .grad_scale = 1 / static_cast<double>(loss.labels),
-                                                       .max_grad_norm = train.max_grad_norm,
-                                                       .loss = loss.sum});
-    optimizer.zero_grad();
+    nn::StartedStep started = train_step.start(window, train.learning_rate, dropout);
     settle();
-    pending = std::move(update);
+    pending = std::move(started.update);
     seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
   settle();

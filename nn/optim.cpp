@@ -66,26 +66,36 @@ AdamW::AdamW(std::vector<NamedTensor> parameters, const AdamWOptions& options)
 }
 
 PendingUpdate AdamW::start_update(const UpdateArgs& args) {
+  set_rates(args.learning_rate, args.grad_scale);
+  issue_update(args.max_grad_norm, args.loss);
+  return pending_update();
+}
+
+void AdamW::set_rates(double learning_rate, double grad_scale) {
+  grad_scale_ = grad_scale;
+  rates_.copy_(Tensor::from_vector<double>({learning_rate, grad_scale}, {2}));
+}
+
+void AdamW::issue_update(double max_grad_norm, const Tensor& given_loss) {
   const Tensor norm = element(numbers_, 0), nonfinite = element(numbers_, 1), loss = element(numbers_, 2);
-  if (args.loss.defined()) loss.copy_(args.loss);
+  if (given_loss.defined()) loss.copy_(given_loss);
   else loss.zero_();
-  rates_.copy_(Tensor::from_vector<double>({args.learning_rate, args.grad_scale}, {2}));
   GlobalNormArgs norms{.tensors = {}, .out = norm.mutable_view(), .first_nonfinite = nonfinite.mutable_view()};
   AdamWArgs step{.parameters = {},
                  .beta1 = options_.beta1,
                  .beta2 = options_.beta2,
                  .eps = options_.eps,
-                 .max_grad_norm = args.max_grad_norm,
+                 .max_grad_norm = max_grad_norm,
                  .learning_rate = element(rates_, 0).view(),
                  .grad_scale = element(rates_, 1).view(),
                  .grad_norm = norm.view(),
                  .loss = loss.view(),
                  .step = step_.mutable_view()};
-  std::vector<std::string> names;
+  updated_.clear();
   for (const Slot& slot : slots_) {
     const Tensor grad = slot.parameter.grad();
     if (!grad.defined()) continue;
-    names.push_back(slot.name);
+    updated_.push_back(slot.name);
     norms.tensors.push_back(grad.view());
     step.parameters.push_back({.weight = slot.master.mutable_view(),
                                .grad = grad.view(),
@@ -98,7 +108,6 @@ PendingUpdate AdamW::start_update(const UpdateArgs& args) {
   ExecContext& context = device_context(numbers_.device());
   global_norm(norms, context);
   adamw(step, context);
-  return {numbers_, args.grad_scale, std::move(names)};
 }
 
 void AdamW::zero_grad() const {

@@ -67,6 +67,12 @@ class AdamW {
   PendingUpdate start_update(const UpdateArgs& args);
   UpdateResult update(const UpdateArgs& args) { return start_update(args).result(); }
 
+  // start_update() in its parts, for a step whose device work is recorded (kernels/runtime/work_graph.h): the numbers that change
+  // from step to step, the work, and its result on the way to the host. `loss` as in UpdateArgs.
+  void set_rates(double learning_rate, double grad_scale);
+  void issue_update(double max_grad_norm, const Tensor& loss);
+  PendingUpdate pending_update() const { return {numbers_, grad_scale_, updated_}; }
+
   void zero_grad() const;
   std::int64_t updates() const;  // applied so far: t of the bias correction
   // "weight decay 0.1: 18 tensors, 800000 parameters; no decay: 26 tensors, 5376 parameters"
@@ -91,6 +97,8 @@ class AdamW {
 
   AdamWOptions options_;
   std::vector<Slot> slots_;
+  double grad_scale_ = 1;             // of the last update
+  std::vector<std::string> updated_;  // the parameters it had gradients of
   Tensor step_;     // int64 []
   Tensor rates_;    // float64 [2]: learning rate and gradient scale of the update
   Tensor numbers_;  // float64 [3]: what PendingUpdate reads

@@ -41,6 +41,7 @@ std::vector<Field> fields(TrainConfig& c) {
       {"max_nonfinite_steps", &c.max_nonfinite_steps, {.range = positive}},
       {"precision", choice(c.precision, kPrecisions), {.form = "not fp16: without loss scaling its gradients underflow"}},
       {"allow_tf32", &c.allow_tf32, {}},
+      {"cuda_graph", &c.cuda_graph, {}},
       {"seed", &c.seed, {.range = at_least(0)}},
       {"num_threads", &c.num_threads, {.range = between(0, 1024)}},
       {"logging_steps", &c.logging_steps, {.range = positive}},

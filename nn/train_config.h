@@ -54,6 +54,7 @@ struct TrainConfig {
   std::int64_t max_nonfinite_steps = 5;  // skipped steps in a row that end the run
   Precision precision = Precision::fp32;
   bool allow_tf32 = false;  // fp32 products on CUDA may round their operands to 10 bits of mantissa
+  bool cuda_graph = false;  // starts each step as one recorded whole (nn/train_step.h)
   std::int64_t seed = 1337;
   std::int64_t num_threads = 0;  // 0: OMP_NUM_THREADS, else every core
   std::int64_t logging_steps = 10;

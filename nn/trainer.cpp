@@ -19,24 +19,7 @@ namespace fs = std::filesystem;
 // Dropout draws from a stream of its own, so that its masks are not the numbers the weights started from.
 constexpr std::uint64_t kDropoutStream = 0x9E3779B97F4A7C15u;
 
-Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
-  const Device device = model.device();
-  return cross_entropy(model.forward(batch.input_ids.to(device), dropout), batch.labels.to(device),
-                       {.reduction = LossReduction::sum});
-}
-
 }  // namespace
-
-WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
-  WindowLoss out{.sum = Tensor::zeros({}, DType::f64, model.device())};
-  for (const Batch& batch : micro_batches) {
-    const Tensor loss = loss_sum(model, batch, dropout);
-    loss.backward();
-    out.sum.add_(cast(loss.detach(), DType::f64));
-    out.labels += count_labels(batch);
-  }
-  return out;
-}
 
 void write_graph(const fs::path& path, const CausalLM& model, const Batch& batch, Generator dropout) {
   std::vector<std::pair<std::string, Tensor>> names;
@@ -56,7 +39,8 @@ Trainer::Trainer(CausalLM& model, const Dataset& data, const TrainConfig& config
                                                 .beta2 = config_.adam_beta2,
                                                 .eps = config_.adam_epsilon,
                                                 .weight_decay = config_.weight_decay,
-                                                .rate_scale = options_.rate_scale}) {
+                                                .rate_scale = options_.rate_scale}),
+      train_step_(model_, optimizer_, config_) {
   state_.data = data_.describe();
   state_.dropout.seed = static_cast<std::uint64_t>(config_.seed) ^ kDropoutStream;
   resume_or_start();
@@ -128,19 +112,12 @@ void Trainer::start_step() {
     state_.examples += batch_size;
   }
   const double learning_rate = learning_rate_at(config_, state_.step);
-  const WindowLoss loss = accumulate_window(model_, window, &state_.dropout);
-  PendingStep step{.labels = loss.labels};
-  if (loss.labels > 0)
-    step.update = optimizer_.start_update({.learning_rate = learning_rate,
-                                           .grad_scale = 1 / static_cast<double>(loss.labels),
-                                           .max_grad_norm = config_.max_grad_norm,
-                                           .loss = loss.sum});
-  optimizer_.zero_grad();
+  StartedStep started = train_step_.start(window, learning_rate, state_.dropout);
 
   state_.step += 1;
   state_.tokens += config_.gradient_accumulation_steps * batch_size * data_.row_length();
-  step.metrics = {.step = state_.step, .learning_rate = learning_rate, .tokens = state_.tokens};
-  pending_.push_back(std::move(step));
+  pending_.push_back({.metrics = {.step = state_.step, .learning_rate = learning_rate, .tokens = state_.tokens},
+                      .started = std::move(started)});
   timed_ += Clock::now() - start;
 }
 
@@ -151,7 +128,7 @@ void Trainer::report_attention(Progress& progress) {
 }
 
 void Trainer::settle_steps(std::size_t may_be_pending, Progress& progress) {
-  const auto is_done = [](const PendingStep& step) { return !step.update || step.update->is_ready(); };
+  const auto is_done = [](const PendingStep& step) { return !step.started.update || step.started.update->is_ready(); };
   while (!pending_.empty() && (pending_.size() > may_be_pending || is_done(pending_.front()))) {
     PendingStep step = std::move(pending_.front());
     pending_.pop_front();
@@ -161,15 +138,16 @@ void Trainer::settle_steps(std::size_t may_be_pending, Progress& progress) {
 
 void Trainer::settle(PendingStep step, Progress& progress) {
   const auto start = Clock::now();
-  const UpdateResult update = step.update ? step.update->result() : UpdateResult{};
+  const auto& [labels, pending] = step.started;
+  const UpdateResult update = pending ? pending->result() : UpdateResult{};
   timed_ += Clock::now() - start;
   timed_steps_ += 1;
   timed_tokens_ += config_.gradient_accumulation_steps * config_.micro_batch_size * data_.row_length();
 
   StepMetrics& metrics = step.metrics;
-  metrics.loss = update.loss / static_cast<double>(step.labels);  // NaN without labels
+  metrics.loss = update.loss / static_cast<double>(labels);  // NaN without labels
   metrics.grad_norm = update.grad_norm;
-  if (!step.update) {
+  if (!pending) {
     progress.message(concat_text("warning: step ", metrics.step, ": no token carries loss; update skipped"));
   } else if (update.applied) {
     nonfinite_in_a_row_ = 0;

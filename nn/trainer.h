@@ -16,22 +16,10 @@
 #include "nn/optim.h"
 #include "nn/progress.h"
 #include "nn/train_config.h"
+#include "nn/train_step.h"
 #include "nn/transformer.h"
 
 namespace heddle::nn {
-
-// The micro-batches between two updates, together.
-struct WindowLoss {
-  Tensor sum;               // float64 [], on the model's device: of the losses of all labels
-  std::int64_t labels = 0;  // that carry loss
-
-  double mean() const { return sum.item() / static_cast<double>(labels); }  // NaN without labels
-};
-
-// Runs micro-batches forward and backward and adds the gradients of the SUM of their token losses to the leaves.
-// Dividing once by the labels of the whole window, in the update, gives every token the same weight however the window
-// was cut: neither a short micro-batch nor a short window counts more.
-WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout);
 
 // Writes the graph of the loss of one batch in Graphviz's dot language. Changes neither the model nor the generator.
 void write_graph(const std::filesystem::path& path, const CausalLM& model, const Batch& batch, Generator dropout = {});
@@ -85,11 +73,9 @@ class Trainer {
   std::optional<Checkpoint> checkpoint_to_resume() const;
   void take_folder(Progress& progress);  // Note: Output folder
 
-  // A step whose work has been handed to the device. `update` is absent if no token carried loss.
   struct PendingStep {
     StepMetrics metrics;
-    std::int64_t labels = 0;
-    std::optional<PendingUpdate> update;
+    StartedStep started;
   };
   // Note: Steps ahead
   // The host starts the next step while the device still works on this one, and learns a step later what became of it: nothing
@@ -122,6 +108,7 @@ class Trainer {
   TrainerOptions options_;
   OutputFolder folder_;
   AdamW optimizer_;
+  TrainStep train_step_;
   TrainerState state_;
   std::int64_t kept_step_ = -1;  // how far the files in the output folder belong to this run
   std::optional<MetricsLog> metrics_;  // none before take_folder

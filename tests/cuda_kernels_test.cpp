@@ -1,6 +1,7 @@
 // The GPU kernels called directly: what the ops cannot reach, and what must hold for any of them.
 
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "autograd/ops.h"
@@ -15,8 +16,10 @@
 #include "kernels/reduce/reduce.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/host_copy.h"
+#include "kernels/runtime/work_graph.h"
 #include "tests/support/compare.h"
 #include "tests/support/devices.h"
+#include "tests/support/error_of.h"
 
 namespace heddle::test {
 namespace {
@@ -317,6 +320,30 @@ TEST_F(CudaKernels, HostCopyHoldsWhatWasThereWhenItWasMade) {
   EXPECT_EQ(before.value<double>(2), 3);
   EXPECT_EQ(after.value<double>(2), 7);
   EXPECT_EQ(wait_count(kCuda), waits);
+}
+
+TEST_F(CudaKernels, RecordedWorkRunsAtEachStartOnWhatTheMemoryHoldsThen) {
+  const Tensor x = Tensor::full({3}, 1, DType::f32, kCuda), total = Tensor::zeros({}, DType::f32, kCuda);
+  const auto work = [&] { total.add_(sum(scale(x, 2))); };
+  work();
+  const WorkGraph graph(kCuda, work);
+  EXPECT_EQ(total.item(), 6);
+
+  graph.start();
+  x.fill_(5);
+  graph.start();
+
+  EXPECT_EQ(total.item(), 6 + 6 + 30);
+}
+
+TEST_F(CudaKernels, RecordedWorkNeitherCopiesNorWaits) {
+  const Tensor x = Tensor::full({3}, 1, DType::f32, kCuda), host = Tensor::zeros({3});
+  const auto error_within = [](const std::function<void()>& issue) { return error_of([&] { WorkGraph(kCuda, issue); }); };
+
+  EXPECT_EQ(error_within([&] { x.copy_(host); }), "work_graph: a copy to the device within recorded work; do it before or after");
+  EXPECT_EQ(error_within([&] { HostCopy copy(x.view()); }), "work_graph: a copy to the host within recorded work; do it before or after");
+  EXPECT_EQ(error_within([&] { x.to_doubles(); }), "work_graph: a wait for the device within recorded work; do it before or after");
+  EXPECT_EQ(x.to_doubles(), std::vector<double>({1, 1, 1}));
 }
 
 TEST_F(CudaKernels, OffsetsBeyondTwoToThe31Work) {

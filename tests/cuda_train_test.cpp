@@ -10,6 +10,7 @@
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
 #include "tests/support/devices.h"
+#include "tests/support/error_of.h"
 #include "tests/support/reference_training.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
@@ -42,13 +43,14 @@ INSTANTIATE_TEST_SUITE_P(, CudaTorchParity, testing::Values(nn::Architecture::gp
 nn::TransformerConfig cuda_config() {
   nn::TransformerConfig config = tiny_config();
   config.hidden_size = 24;
-  config.resid_pdrop = 0.2;
   return config;
 }
 
-nn::CausalLM model_on(Device device, DType dtype, std::uint64_t seed = 1) {
+nn::CausalLM model_on(Device device, DType dtype, std::uint64_t seed = 1, double dropout = 0.2) {
+  nn::TransformerConfig config = cuda_config();
+  config.resid_pdrop = dropout;
   Generator generator{seed};
-  return nn::CausalLM(cuda_config(), {.dtype = dtype, .device = device}, generator);
+  return nn::CausalLM(config, {.dtype = dtype, .device = device}, generator);
 }
 
 class CudaTraining : public NeedsCuda<testing::TestWithParam<DType>> {
@@ -65,8 +67,15 @@ class CudaTraining : public NeedsCuda<testing::TestWithParam<DType>> {
 INSTANTIATE_TEST_SUITE_P(, CudaTraining, testing::Values(DType::f32, DType::bf16),
                          [](const auto& info) { return std::string(dtype_name(info.param)); });
 
-nn::TrainResult train(const fs::path& folder, DType dtype, std::int64_t interrupt_after, bool resumes) {
-  nn::CausalLM model = model_on(kCuda, dtype);
+struct RunOptions {
+  std::int64_t interrupt_after = 100;
+  bool resumes = false;
+  bool has_graph = false;
+  double dropout = 0.2;
+};
+
+nn::TrainResult train(const fs::path& folder, DType dtype, const RunOptions& options) {
+  nn::CausalLM model = model_on(kCuda, dtype, 1, options.dropout);
   const TinyData data;
   nn::TrainConfig config;
   config.output_dir = folder;
@@ -76,26 +85,52 @@ nn::TrainResult train(const fs::path& folder, DType dtype, std::int64_t interrup
   config.learning_rate = 1e-2;
   config.warmup_steps = 2;
   config.eval_steps = 2;
-  if (resumes) config.resume_from_checkpoint = "auto";
+  config.cuda_graph = options.has_graph;
+  if (options.resumes) config.resume_from_checkpoint = "auto";
   std::ostringstream out;
   nn::Trainer trainer(model, data, config,
                       {.title = "test",
                        .config_yaml = "train: {}\n",
-                       .interrupted = [interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= interrupt_after; },
+                       .interrupted = [after = options.interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= after; },
                        .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
   return trainer.run();
 }
 
+// Both have ended at step 7.
+void expect_same_bits(const fs::path& run, const fs::path& other) {
+  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
+    EXPECT_TRUE(nn::read_file(run / "checkpoint-7" / name) == nn::read_file(other / "checkpoint-7" / name)) << name;
+}
+
 TEST_P(CudaTraining, ResumedRunEqualsTheUninterruptedOneBitForBit) {
   const TempFolder folder;
-  train(folder / "whole", GetParam(), 100, /*resumes=*/false);
+  train(folder / "whole", GetParam(), {});
 
-  const nn::TrainResult stopped = train(folder / "parts", GetParam(), 3, /*resumes=*/false);
-  train(folder / "parts", GetParam(), 100, /*resumes=*/true);
+  const nn::TrainResult stopped = train(folder / "parts", GetParam(), {.interrupt_after = 3});
+  train(folder / "parts", GetParam(), {.resumes = true});
 
   EXPECT_EQ(stopped.step, 3);
-  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
-    EXPECT_TRUE(nn::read_file(folder / "whole/checkpoint-7" / name) == nn::read_file(folder / "parts/checkpoint-7" / name)) << name;
+  expect_same_bits(folder / "whole", folder / "parts");
+}
+
+// Evaluations and checkpoints come between recorded steps, and a resumed run records its own.
+TEST_P(CudaTraining, RecordedStepsEqualPlainOnesBitForBit) {
+  const TempFolder folder;
+  train(folder / "plain", GetParam(), {.dropout = 0});
+
+  train(folder / "recorded", GetParam(), {.has_graph = true, .dropout = 0});
+  train(folder / "parts", GetParam(), {.interrupt_after = 4, .has_graph = true, .dropout = 0});
+  train(folder / "parts", GetParam(), {.resumes = true, .has_graph = true, .dropout = 0});
+
+  expect_same_bits(folder / "plain", folder / "recorded");
+  expect_same_bits(folder / "plain", folder / "parts");
+}
+
+TEST_P(CudaTraining, RecordedStepsRefuseDropout) {
+  const TempFolder folder;
+
+  EXPECT_EQ(error_of([&] { train(folder.path(), GetParam(), {.has_graph = true}); }),
+            "train.cuda_graph: the model has dropout, whose random numbers change with every step; set it to false, or the dropout to 0");
 }
 
 TEST_P(CudaTraining, CheckpointGoesFromOneDeviceToTheOtherUnchanged) {

@@ -484,5 +484,13 @@ TEST(Trainer, WindowWithoutLabelsIsSkippedWithAWarning) {
   EXPECT_NE(run.out.str().find("warning: step 1: no token carries loss; update skipped"), std::string::npos);
 }
 
+TEST(Trainer, RecordedStepsNeedACudaDevice) {
+  const TempFolder folder;
+  TrainConfig config = train_config(folder.path(), 1);
+  config.cuda_graph = true;
+
+  EXPECT_EQ(error_of([&] { TestRun(config).go(); }), "train.cuda_graph: needs a CUDA device, the model is on cpu; set it to false");
+}
+
 }  // namespace
 }  // namespace heddle::nn

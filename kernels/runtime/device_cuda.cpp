@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <mutex>
 #include <string_view>
@@ -67,6 +68,7 @@ struct DeviceState {
   UploadRing uploads;
   HostCopies host_copies;
   std::atomic<std::int64_t> waits{0};
+  std::atomic<bool> is_recording{false};
 };
 
 // Whether the driver finds code of this build for the device, in machine code or in PTX that it can compile.
@@ -118,6 +120,19 @@ DeviceState& state_of(int index) {
   return state;
 }
 
+// `what` was asked for, which is no part of a graph.
+void check_not_recording(const DeviceState& state, const char* what) {
+  HEDDLE_CHECK(!state.is_recording, "work_graph: ", what, " within recorded work; do it before or after");
+}
+
+bool waits_after_launches() {
+  static const bool waits = [] {
+    const char* value = std::getenv("HEDDLE_CUDA_SYNC");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return waits;
+}
+
 // Throws the fault that a kernel has reported, once.
 void throw_fault(const DeviceState& state) {
   const Fault fault = std::exchange(*state.faults.fault, Fault{});
@@ -167,6 +182,7 @@ void* allocate(std::int64_t nbytes, int index) {
 
 void upload(void* to, const void* from, std::int64_t nbytes, int index) {
   DeviceState& state = state_of(index);
+  check_not_recording(state, "a copy to the device");
   const auto size = static_cast<std::size_t>(nbytes);
   if (nbytes > kUploadBytes) {
     state.waits += 1;
@@ -190,6 +206,7 @@ std::int64_t wait_count(int index) { return state_of(index).waits; }
 
 int start_host_copy(const void* from, std::int64_t nbytes, int index) {
   DeviceState& state = state_of(index);
+  check_not_recording(state, "a copy to the host");
   HostCopies& copies = state.host_copies;
   const std::lock_guard lock(copies.mutex);
   const auto free = std::find(copies.is_used.begin(), copies.is_used.end(), false);
@@ -220,23 +237,58 @@ void end_host_copy(int slot, int index) noexcept {
   copies.is_used[static_cast<std::size_t>(slot)] = false;
 }
 
+cudaGraphExec_t record(const std::function<void()>& issue, int index) {
+  HEDDLE_CHECK(!waits_after_launches(), "work_graph: HEDDLE_CUDA_SYNC=1 waits after every kernel, which recorded work cannot; unset it");
+  synchronise(index);
+  // The graph allocates memory of its own, so what the pool keeps goes back first.
+  cudaMemPool_t pool = nullptr;
+  HEDDLE_CUDA_CHECK(cudaDeviceGetDefaultMemPool(&pool, index));
+  HEDDLE_CUDA_CHECK(cudaMemPoolTrimTo(pool, 0));
+  DeviceState& state = state_of(index);
+  HEDDLE_CUDA_CHECK(cudaStreamBeginCapture(state.stream, cudaStreamCaptureModeThreadLocal));
+  state.is_recording = true;
+  std::exception_ptr failure;
+  try {
+    issue();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  state.is_recording = false;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t out = nullptr;
+  cudaError_t status = cudaStreamEndCapture(state.stream, &graph);
+  if (status == cudaSuccess && !failure) status = cudaGraphInstantiate(&out, graph, 0);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  cudaGetLastError();
+  if (failure) std::rethrow_exception(failure);
+  HEDDLE_CHECK(status == cudaSuccess, "work_graph: the work cannot be recorded: ", cudaGetErrorString(status));
+  return out;
+}
+
+void start_recorded(cudaGraphExec_t graph, int index) { HEDDLE_CUDA_CHECK(cudaGraphLaunch(graph, state_of(index).stream)); }
+
+void forget_recorded(cudaGraphExec_t graph, int index) noexcept {
+  cudaStreamSynchronize(state_of(index).stream);
+  cudaGraphExecDestroy(graph);
+  cudaDeviceGraphMemTrim(index);
+}
+
 void synchronise(int index) {
   DeviceState& state = state_of(index);
+  check_not_recording(state, "a wait for the device");
   state.waits += 1;
   HEDDLE_CUDA_CHECK(cudaStreamSynchronize(state.stream));
   throw_fault(state);
 }
 
-// A failure here means the context is gone, and the memory with it.
-void release(void* memory, int index) noexcept { cudaFreeAsync(memory, state_of(index).stream); }
+// A failure here means that the context is gone, or the graph that the memory was recorded for, and the memory with it.
+void release(void* memory, int index) noexcept {
+  if (cudaFreeAsync(memory, state_of(index).stream) != cudaSuccess) cudaGetLastError();
+}
 
 void check_launch(const char* op) {
-  static const bool wait = [] {
-    const char* value = std::getenv("HEDDLE_CUDA_SYNC");
-    return value != nullptr && std::string_view(value) == "1";
-  }();
   cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess && wait) status = cudaDeviceSynchronize();
+  if (status == cudaSuccess && waits_after_launches()) status = cudaDeviceSynchronize();
   HEDDLE_CHECK(status == cudaSuccess, op, ": CUDA kernel failed: ", cudaGetErrorString(status));
 }
 

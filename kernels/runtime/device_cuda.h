@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "kernels/runtime/device.h"
@@ -61,6 +62,11 @@ int start_host_copy(const void* from, std::int64_t nbytes, int index);
 bool is_host_copy_ready(int slot, int index);
 const void* wait_for_host_copy(int slot, int index);  // throws a reported fault, once
 void end_host_copy(int slot, int index) noexcept;
+
+// WorkGraph's part on the device. `forget_recorded` waits for the graph's last start and never throws.
+cudaGraphExec_t record(const std::function<void()>& issue, int index);
+void start_recorded(cudaGraphExec_t graph, int index);
+void forget_recorded(cudaGraphExec_t graph, int index) noexcept;
 
 // Waits for all work of the device. Throws a reported fault, once.
 void synchronise(int index);
