@@ -3,7 +3,8 @@
     python tests/peers/bench_train.py --heddle build/heddle --models tiny gpt2_124M --json train.json
 
 Step: forward and backward in bfloat16 (PyTorch: autocast), clip to norm 1, AdamW with float32 weights (PyTorch: fused). Every line is the
-median of --steps steps after a warm-up. heddle runs before and after PyTorch; the ratio takes the better reading of each.
+median of --steps steps after a warm-up. heddle runs before and after PyTorch, with plain steps and with train.cuda_graph; the ratio
+takes the better reading of each.
 Model FLOP: 6 a parameter and token, and 6 layers T width for attention under a causal mask.
 """
 
@@ -38,6 +39,8 @@ MODELS = {
     "gpt2_124M": Model(layers=12, width=768, heads=12, seq=1024, batch=32, vocab=50304),
     "gpt2_774M": Model(layers=36, width=1280, heads=20, seq=1024, batch=16, vocab=50304),
 }
+
+HEDDLE_RUNS = {"heddle": [], "graph": ["--set", "train.cuda_graph=true"]}
 
 CONFIG = """
 model: {{architecture: gpt2, vocab_size: {vocab}, hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads},
@@ -116,11 +119,11 @@ def time_torch(m, mode, steps, warmup):
     return statistics.median(seconds), torch.cuda.max_memory_allocated() / 2**30
 
 
-def time_heddle(binary, m, steps, warmup):
+def time_heddle(binary, m, steps, warmup, settings):
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder, "bench.yaml"), Path(folder, "out.json")
         config.write_text(CONFIG.format(**vars(m)))
-        command = [binary, "bench-train", str(config), "--steps", str(steps), "--warmup", str(warmup), "--json", str(out)]
+        command = [binary, "bench-train", str(config), "--steps", str(steps), "--warmup", str(warmup), "--json", str(out), *settings]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode != 0:
             print(done.stdout[-500:], done.stderr, sep="")
@@ -144,10 +147,9 @@ def main():
     lines = []
     for name in a.models:
         m = MODELS[name]
-        runs = [("heddle", lambda: time_heddle(heddle, m, a.steps, a.warmup))] * bool(heddle)
-        for mode in a.modes:
-            runs.append((mode, lambda mode=mode: time_torch(m, mode, a.steps, a.warmup)))
-        for who, run in runs + runs[:1] * bool(heddle):
+        ours = [(who, lambda s=settings: time_heddle(heddle, m, a.steps, a.warmup, s)) for who, settings in HEDDLE_RUNS.items() if heddle]
+        peers = [(mode, lambda mode=mode: time_torch(m, mode, a.steps, a.warmup)) for mode in a.modes]
+        for who, run in ours + peers + ours:
             result = run()
             torch.cuda.empty_cache()
             if result is None:
@@ -157,10 +159,11 @@ def main():
             lines.append(dict(model=name, who=who, step_ms=1e3 * seconds, tokens_per_second=tokens, model_tflops=tokens * flop_per_token(m) / 1e12, peak_gib=peak))
             print(f"{name:10} {who:8} {1e3 * seconds:9.3f} ms/step {tokens:12,.0f} tokens/s {lines[-1]['model_tflops']:7.1f} TFLOP/s {peak:7.2f} GiB", flush=True)
     for name in a.models:
-        speed = {who: max((x["tokens_per_second"] for x in lines if (x["model"], x["who"]) == (name, who)), default=None) for who in ("heddle", *a.modes)}
-        for mode in a.modes:
-            if speed["heddle"] and speed[mode]:
-                print(f"{name}: heddle over {mode} {speed['heddle'] / speed[mode]:.3f}")
+        speed = {who: max((x["tokens_per_second"] for x in lines if (x["model"], x["who"]) == (name, who)), default=None) for who in (*HEDDLE_RUNS, *a.modes)}
+        for who in HEDDLE_RUNS:
+            for mode in a.modes:
+                if speed[who] and speed[mode]:
+                    print(f"{name}: {who} over {mode} {speed[who] / speed[mode]:.3f}")
     if a.json:
         Path(a.json).write_text(json.dumps(lines, indent=1))
 
