@@ -189,17 +189,6 @@ TEST(AttentionSelect, AutoTakesTheFirstThatSupports) {
   EXPECT_EQ(select_attention({.D = 8}, AttentionPass::backward, "cpu").name, "cpu");
 }
 
-TEST(AttentionSelect, AutoPassesOverWhatRunsOnlyByName) {
-  const auto by_name = [](const AttentionProblem&, AttentionPass) { return AttentionSupport{true, "ask for it", /*only_by_name=*/true}; };
-  const auto any = [](const AttentionProblem&, AttentionPass) { return AttentionSupport{true, ""}; };
-  const AttentionVariant variants[] = {{.name = "fast", .supports = by_name}, {.name = "plain", .supports = any}};
-
-  EXPECT_EQ(select_attention(variants, {}, AttentionPass::backward, "auto").name, "plain");
-  EXPECT_EQ(select_attention(variants, {}, AttentionPass::backward, "fast").name, "fast");
-  EXPECT_EQ(error_of([&] { select_attention(std::span(variants, 1), {}, AttentionPass::backward, "auto"); }),
-            "attention: no kernel can run this backward: fast: ask for it");
-}
-
 TEST(AttentionSelect, UnknownNameListsTheChoices) {
   std::string names = "auto";
   for (const AttentionVariant& variant : attention_variants()) names.append(", ").append(variant.name);

@@ -147,22 +147,17 @@ AttentionProblem checked_problem(const Args& args, const ExecContext& ctx, std::
 std::span<const AttentionVariant> attention_variants() { return kVariants; }
 
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted) {
-  return select_attention(kVariants, problem, pass, wanted);
-}
-
-const AttentionVariant& select_attention(std::span<const AttentionVariant> variants, const AttentionProblem& problem, AttentionPass pass,
-                                         std::string_view wanted) {
   std::string reasons;
-  for (const AttentionVariant& variant : variants) {
+  for (const AttentionVariant& variant : kVariants) {
     if (wanted != "auto" && wanted != variant.name) continue;
     const AttentionSupport support = variant.supports(problem, pass);
-    if (support.ok && !(wanted == "auto" && support.only_by_name)) return variant;
+    if (support.ok) return variant;
     HEDDLE_CHECK(wanted == "auto", "attention: kernel '", wanted, "' cannot run this ", pass_name(pass), ": ", support.reason);
     reasons += concat_text(reasons.empty() ? "" : "; ", variant.name, ": ", support.reason);
   }
   if (wanted != "auto") {
     std::string names = "auto";
-    for (const AttentionVariant& variant : variants) names += concat_text(", ", variant.name);
+    for (const AttentionVariant& variant : kVariants) names += concat_text(", ", variant.name);
     throw ConfigError(concat_text("attention: there is no kernel '", wanted, "'; choose one of ", names));
   }
   throw Error(concat_text("attention: no kernel can run this ", pass_name(pass), ": ", reasons));

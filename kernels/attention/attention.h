@@ -108,7 +108,6 @@ enum class AttentionPass { forward, backward };
 struct AttentionSupport {
   bool ok = false;
   std::string reason;  // why not, and what to do
-  bool only_by_name = false;  // it can, but "auto" passes it over, for `reason`
 };
 
 // One implementation. A CUDA variant leaves rows past the last sequence alone: its caller clears them. Saved state is common to all: any variant's backward takes any variant's forward.
@@ -127,9 +126,6 @@ std::span<const AttentionVariant> attention_variants();
 // Throws heddle::ConfigError for an unknown name, and heddle::Error for a named variant that cannot run it (with its reason)
 // and when no variant can (with the reason of each).
 const AttentionVariant& select_attention(const AttentionProblem& problem, AttentionPass pass, std::string_view wanted);
-// The same among `variants`.
-const AttentionVariant& select_attention(std::span<const AttentionVariant> variants, const AttentionProblem& problem, AttentionPass pass,
-                                         std::string_view wanted);
 
 // Which variant ran a kind of problem. Lengths are not part of it: they change with every batch.
 struct AttentionChoice {

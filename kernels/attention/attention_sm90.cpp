@@ -25,10 +25,18 @@ PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
   return encoder;
 }
 
-// Bytes behind BackwardPlan's pointers.
-std::int64_t plan_bytes(const PaddedRows& rows, std::int64_t Hq, std::int64_t D) {
-  return Hq * rows.total_rows * (backward_columns(D) + 2) * static_cast<std::int64_t>(sizeof(float));
-}
+// What BackwardPlan's pointers point to.
+struct BackwardWorkspace {
+  std::int64_t lse_log2, delta, turns, bytes;  // where the parts behind the sums of dq start, and the end
+
+  BackwardWorkspace(const PaddedRows& rows, std::int64_t Hq, std::int64_t D, bool is_deterministic) {
+    const std::int64_t row_bytes = Hq * rows.total_rows * 4;
+    lse_log2 = row_bytes * backward_columns(D);
+    delta = lse_log2 + row_bytes;
+    turns = delta + row_bytes;
+    bytes = turns + (is_deterministic ? row_bytes / rows.tile * kBackwardTurns : 0);
+  }
+};
 
 // Whether tensor_map takes the view as it is: not if a gradient was expanded, transposed or cut out at an odd place.
 bool has_tma_strides(const ConstView& view) {
@@ -40,13 +48,11 @@ bool has_tma_strides(const ConstView& view) {
 
 }  // namespace
 
-AttentionSupport supports(const AttentionProblem& problem, AttentionPass pass) {
+AttentionSupport supports(const AttentionProblem& problem, AttentionPass) {
   if (!problem.device.is_cuda()) return {false, "it runs on CUDA devices"};
   const int capability = device_info(problem.device.index).capability;
   if (capability != kCapability)
     return {false, concat_text("it needs compute capability 9.0, the device has ", capability / 10, ".", capability % 10)};
-  if (pass == AttentionPass::backward && problem.deterministic)
-    return {false, "its dq sums are added in any order; it has no deterministic backward"};
   if (problem.dtype != DType::bf16 && problem.dtype != DType::f16)
     return {false, concat_text("it takes bfloat16 and float16, not ", problem.dtype)};
   if (problem.D > kMaxHeadSize || problem.D % 8 != 0)
@@ -60,7 +66,7 @@ std::int64_t workspace_bytes(const AttentionProblem& problem, AttentionPass pass
   const int tile = backward_rows(problem.D);
   const PaddedRows rows = problem.is_varlen ? PaddedRows::ragged(problem.B, problem.Sq, problem.Tq, nullptr, tile)
                                             : PaddedRows::dense(problem.B, problem.Sq, tile);
-  return plan_bytes(rows, problem.Hq, problem.D);
+  return BackwardWorkspace(rows, problem.Hq, problem.D, problem.deterministic).bytes;
 }
 
 void forward(const AttentionForwardArgs& args, void*, const ExecContext& ctx) {
@@ -75,9 +81,14 @@ void backward(const AttentionBackwardArgs& args, void* workspace, const ExecCont
   PaddedRows rows = PaddedRows::dense(B, Sq, tile);
   if (args.cu_seqlens_q.defined())
     rows = PaddedRows::ragged(args.cu_seqlens_q.shape[0] - 1, args.max_seqlen_q, Sq, args.cu_seqlens_q.as<std::int32_t>(), tile);
-  auto* const dq_sum = static_cast<float*>(workspace);
-  const std::int64_t padded = Hq * rows.total_rows;
-  BackwardPlan plan{rows, dq_sum, dq_sum + padded * columns, dq_sum + padded * (columns + 1), args.dout};
+  const BackwardWorkspace at(rows, Hq, D, ctx.deterministic);
+  auto* const memory = static_cast<std::uint8_t*>(workspace);
+  auto* const dq_sum = reinterpret_cast<float*>(memory);
+  BackwardPlan plan{rows, dq_sum, reinterpret_cast<float*>(memory + at.lse_log2), reinterpret_cast<float*>(memory + at.delta), nullptr, args.dout};
+  if (ctx.deterministic) {
+    plan.turns = reinterpret_cast<unsigned*>(memory + at.turns);
+    HEDDLE_CUDA_CHECK(cudaMemsetAsync(plan.turns, 0, static_cast<std::size_t>(at.bytes - at.turns), static_cast<cudaStream_t>(ctx.stream)));
+  }
   Buffer dout_copy;
   if (!has_tma_strides(args.dout)) {
     dout_copy = Buffer(args.dout.numel() * 2, args.dout.device);

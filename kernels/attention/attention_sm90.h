@@ -17,6 +17,8 @@ void backward(const AttentionBackwardArgs& args, void* workspace, const ExecCont
 // The backward kernel's tiles: columns that hold a head, and query rows at a time.
 constexpr int backward_columns(std::int64_t D) { return D <= 64 ? 64 : 128; }
 constexpr int backward_rows(std::int64_t D) { return D <= 64 ? 128 : 64; }
+// Counters a tile of query rows and head, for deterministic sums of dq.
+inline constexpr int kBackwardTurns = 2;
 
 // What the main backward kernel reads and adds to beside its arguments; see backward_prepare.h.
 struct BackwardPlan {
@@ -24,6 +26,7 @@ struct BackwardPlan {
   float* dq_sum;    // [Hq, total_rows, backward_columns(D)], DqOrder::warpgroup_blocks
   float* lse_log2;  // [Hq, total_rows]
   float* delta;     // [Hq, total_rows]
+  unsigned* turns;  // [Hq, total_rows / backward_rows(D), kBackwardTurns], zeros; null: dq is summed in any order
   ConstView dout;   // as TMA can read it
 };
 

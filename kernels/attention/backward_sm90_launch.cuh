@@ -27,11 +27,12 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.k = tensor_map(args.k, Tile::kColumns);
   p.v = tensor_map(args.v, Tile::kColumns);
   p.dout = tensor_map(Sq > 0 ? plan.dout : args.k, Tile::kRows);
-  p.rows = plan.rows;
-  p.sequence_rows = plan.rows.longest_padded();
+  p.row_tiles = static_cast<int>(plan.rows.total_rows / Tile::kRows);
+  p.sequence_tiles = static_cast<int>(plan.rows.longest_padded() / Tile::kRows);
   p.lse_log2 = plan.lse_log2;
   p.delta = plan.delta;
   p.dq_sum = plan.dq_sum;
+  p.turns = plan.turns;
   p.dk = args.dk.data;
   p.dk_batch = dk.strides[0];
   p.dk_row = dk.strides[1];
@@ -42,6 +43,7 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.dv_head = dv.strides[2];
   const bool is_packed = args.cu_seqlens_k.defined();
   const std::int64_t longest = is_packed ? args.max_seqlen_k : Sk;
+  p.cu_seqlens_q = plan.rows.cu_seqlens;
   if (is_packed) p.cu_seqlens_k = args.cu_seqlens_k.as<std::int32_t>();
   p.D = static_cast<int>(D);
   p.Sq = static_cast<int>(plan.rows.longest);
@@ -74,7 +76,8 @@ void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan
 
 template <typename Tile>
 void backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
-  static_assert(Tile::kRows == backward_rows(Tile::kHeadSize) && Tile::kHeadSize == backward_columns(Tile::kHeadSize));
+  static_assert(Tile::kRows == backward_rows(Tile::kHeadSize) && Tile::kHeadSize == backward_columns(Tile::kHeadSize) &&
+                Tile::kConsumers == kBackwardTurns);
   const bool is_bf16 = args.q.dtype == DType::bf16;
   if (args.is_causal)
     is_bf16 ? launch_backward<__nv_bfloat16, Tile, true>(args, plan, ctx) : launch_backward<__half, Tile, true>(args, plan, ctx);

@@ -46,6 +46,8 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 
 // Orders ordinary shared-memory writes before asynchronous reads of them.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders asynchronous copies to global memory and ordinary accesses to it.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Named barrier `id` (1..15) over `threads` threads: wait for all, or arrive without waiting.
 __device__ __forceinline__ void named_sync(int id, int threads) {
