@@ -261,7 +261,10 @@ void Adapter::detach(nn::Module& model) const {
   fill_slots(model, [](const Slot& slot) { return slot.own; });
 }
 
-void Adapter::merge(nn::Module& model) {
+void Adapter::merge(nn::Module& model, Quantised quantised) {
+  for (const Slot& slot : slots_)
+    HEDDLE_CHECK(quantised == Quantised::decoded || dynamic_cast<const nn::Linear*>(slot.own.get()) != nullptr, "lora: ", slot.name,
+                 " is quantised; merging would decode it to ", slot.own->dense_weight().dtype(), ": ask for that, or keep the adapter beside it");
   for (Slot& slot : slots_) slot.merged = slot.adapted->merged();
   fill_slots(model, [](const Slot& slot) -> std::shared_ptr<nn::LinearBase> { return slot.merged; });
 }

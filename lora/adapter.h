@@ -38,6 +38,9 @@ std::vector<std::string> linear_layers(const nn::TransformerConfig& config);  //
 // there are and the nearest of them, and for a layer claimed both by itself and in a c_attn.
 std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const LoraConfig& config);
 
+// Whether layers that are not plain may be replaced by plain ones.
+enum class Quantised { refused, decoded };
+
 // Trainable factors for layers of a model. The model's own layers are neither written nor copied: attaching, merging and detaching change
 // what its slots hold, so several adapters can take turns on one model, and each time it computes the same bits again.
 class Adapter {
@@ -55,9 +58,10 @@ class Adapter {
   double rate_scale(const nn::NamedTensor& parameter) const;
 
   // Puts the adapted layers in the model's slots, or plain layers of the merged weights as they are now, or the model's own layers back.
-  // Throws heddle::Error, changing nothing, if a slot holds a layer of another adapter or model.
+  // Throws heddle::Error, changing nothing, if a slot holds a layer of another adapter or model. Merging makes plain layers of quantised
+  // ones too, larger than they were, and throws unless `quantised` allows that.
   void attach(nn::Module& model) const;
-  void merge(nn::Module& model);
+  void merge(nn::Module& model, Quantised quantised = Quantised::refused);
   void detach(nn::Module& model) const;
 
  private:

@@ -267,7 +267,7 @@ TEST_F(CudaKernels, AdamWStepsEveryParameterAsTheCpuDoes) {
                    .grad_scale = scale.view(), .grad_norm = norm.view(), .step = updates.mutable_view()};
     for (std::size_t i = 0; i < set.weights.size(); ++i)
       args.parameters.push_back({set.weights[i].mutable_view(), set.grads[i].view(), set.first[i].mutable_view(), set.second[i].mutable_view(),
-                                 i % 3 == 0 ? set.rounded[i].mutable_view() : MutView{}, 0.1});
+                                 i % 3 == 0 ? set.rounded[i].mutable_view() : MutView{}, 0.1, /*rate_scale=*/i % 2 == 0 ? 1.0 : 4.0});
     adamw(args, device_context(device));
     EXPECT_EQ(updates.item(), 3);
   };

@@ -343,6 +343,36 @@ TEST(Adapter, SeveralTakeTurnsOnOneBaseBitForBit) {
   EXPECT_TRUE(all_equal(model.forward(ids()), alone));
 }
 
+// A layer that keeps no dense weight, as a quantised one.
+class Packed final : public nn::LinearBase {
+ public:
+  explicit Packed(const Tensor& weight) : weight_(weight) {}
+  Tensor forward(const Tensor& x, Generator*) const override { return linear(x, weight_); }
+  std::int64_t in_features() const override { return weight_.size(1); }
+  std::int64_t out_features() const override { return weight_.size(0); }
+  Tensor dense_weight() const override { return weight_; }
+  const Tensor& bias() const override { return bias_; }
+
+ private:
+  Tensor weight_, bias_;
+};
+
+TEST(Adapter, AdaptsAQuantisedLayerAndMergesItOnlyWhenAsked) {
+  nn::CausalLM model = tiny_model(tiny_config(), 1, DType::f64);
+  const std::string name = "model.layers.1.self_attn.k_proj";
+  model.replace_child(name, std::make_shared<Packed>(random_tensor({12, 12}, DType::f64)));
+  Adapter adapter = adapt(model, {.r = 4});
+  randomise(adapter);
+  adapter.attach(model);
+  const std::vector<double> output = model.forward(ids()).to_doubles();
+
+  EXPECT_EQ(error_of([&] { adapter.merge(model); }),
+            "lora: " + name + " is quantised; merging would decode it to float64: ask for that, or keep the adapter beside it");
+  EXPECT_TRUE(all_equal(model.forward(ids()), output));
+  adapter.merge(model, Quantised::decoded);
+  EXPECT_TRUE(all_close(model.forward(ids()), output, 1e-12));
+}
+
 TEST(Adapter, OneALayerAtATime) {
   nn::CausalLM model = tiny_model(tiny_config());
   const Adapter first = adapt(model, {.r = 4}), second = adapt(model, {.r = 4, .target_modules = {"q_proj"}});

@@ -172,6 +172,22 @@ TEST(Gemm, AccumulateAddsToWhatIsThere) {
   }
 }
 
+TEST(Gemm, ScaleMultipliesTheProductAlone) {
+  for (DType dtype : {DType::f64, DType::f32, DType::bf16})
+    for (std::int64_t N : {3, 70}) {
+      const Tensor a = Tensor::full({20, 2}, 2.0, dtype), b = Tensor::full({2, N}, 3.0, dtype), one = Tensor::full({N}, 1.0, dtype);
+      const Tensor added = Tensor::full({20, N}, 1.0, dtype), biased = Tensor::empty({20, N}, dtype);
+      for (const Tensor& right : {b, transpose(contiguous(transpose(b, 0, 1)), 0, 1)}) {
+        added.fill_(1);
+        gemm({.a = a.view(), .b = right.view(), .c = added.mutable_view(), .write = Write::accumulate, .scale = 0.25}, device_context(kCpu));
+        gemm({.a = a.view(), .b = right.view(), .c = biased.mutable_view(), .bias = one.view(), .scale = 0.25}, device_context(kCpu));
+
+        EXPECT_EQ(added.to_doubles(), std::vector<double>(static_cast<std::size_t>(20 * N), 4.0)) << dtype << ' ' << N;
+        EXPECT_EQ(biased.to_doubles(), std::vector<double>(static_cast<std::size_t>(20 * N), 4.0)) << dtype << ' ' << N;
+      }
+    }
+}
+
 TEST(Gemm, HalfProductsCanBeAddedToAFloatOutput) {
   const Tensor a = Tensor::full({2, 2}, 1.0, DType::bf16), c = Tensor::full({2, 2}, 256.0, DType::f32);
 

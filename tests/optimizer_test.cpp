@@ -64,6 +64,16 @@ TEST(AdamW, FirstStepMovesByTheLearningRateAgainstTheSign) {
   EXPECT_TRUE(all_close(state.second, {0.09, 0.0025}, 1e-15));
 }
 
+TEST(AdamW, RateScaleMultipliesTheLearningRateOfStepAndDecay) {
+  const State state({2.0, 2.0}, {3.0, -0.5});
+  AdamWParameter parameter = state.parameter(/*weight_decay=*/0.5);
+  parameter.rate_scale = 3;
+
+  update({parameter}, 1);
+
+  EXPECT_TRUE(all_close(state.weight, {1.7 - 0.3, 1.7 + 0.3}, 1e-8));  // eps 1e-8 against |g| of at least 0.5
+}
+
 TEST(AdamW, SecondStepUsesTheCorrectionsOfStepTwo) {
   // g = 1 then 3: m = 0.09 + 0.3 = 0.39, v = 0.0099 + 0.09 = 0.0999; corrections 1 - 0.81 = 0.19 and 1 - 0.9801 = 0.0199.
   const State state({0.0}, {1.0});
