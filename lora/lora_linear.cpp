@@ -89,7 +89,9 @@ Tensor LoraLinear::dense_weight() const {
 }
 
 std::shared_ptr<nn::Linear> LoraLinear::merged() const {
-  return std::make_shared<nn::Linear>(dense_weight(), bias().defined() ? bias().clone() : Tensor());
+  const auto out = std::make_shared<nn::Linear>(dense_weight(), bias().defined() ? bias().clone() : Tensor());
+  out->freeze();
+  return out;
 }
 
 }  // namespace heddle::lora

@@ -40,7 +40,7 @@ class LoraLinear final : public nn::LinearBase {
   const std::shared_ptr<nn::LinearBase>& base_layer() const { return base_; }
   const LoraFactors& factors() const { return factors_; }
 
-  // A plain layer of dense_weight() and a copy of the bias, sharing no memory with this one.
+  // A plain, frozen layer of dense_weight() and a copy of the bias, sharing no memory with this one.
   std::shared_ptr<nn::Linear> merged() const;
 
  private:

@@ -298,7 +298,9 @@ TEST(Adapter, DetachingRestoresTheBaseItself) {
   randomise(adapter);
 
   adapter.merge(model);
+  adapter.merge(model);  // again, of the same weights
   EXPECT_FALSE(all_equal(model.forward(ids()), output));
+  EXPECT_TRUE(model.trainable_parameters().empty());
   adapter.detach(model);
 
   const std::vector<nn::NamedTensor> after = model.parameters();
