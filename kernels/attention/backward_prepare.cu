@@ -74,7 +74,7 @@ __device__ void store_eight(const Rows<T>& x, T* row, int first, int D, const Ei
 struct BlockIndex {
   std::int64_t sequence, chunk, head;
 
-  __device__ BlockIndex(unsigned heads, unsigned chunks)
+  __device__ BlockIndex(std::int64_t heads, std::int64_t chunks)
       : sequence(blockIdx.x / heads / chunks), chunk(blockIdx.x / heads % chunks), head(blockIdx.x % heads) {}
 };
 
@@ -102,7 +102,7 @@ struct PrepareParams {
   T* dout_copy;
   int heads, D, columns;
   std::int64_t tensor_rows;  // of out in one batch entry
-  unsigned chunks;           // blocks a sequence and head
+  std::int64_t chunks;       // blocks a sequence and head
 };
 
 // kLanes threads share a row.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kBlock) prepare_kernel(const __grid_constant__
   }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-  if (row >= p.rows.padded(sequence.length)) return;
+  if (row >= (sequence.length + p.rows.tile - 1) / p.rows.tile * p.rows.tile) return;
   const std::int64_t at = block.head * p.rows.total_rows + sequence.padded + row;
   if (p.dq_sum != nullptr)
     for (int i = lane; i < p.columns / 4; i += kLanes) p.dq_sum[at * (p.columns / 4) + i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -148,7 +148,7 @@ struct FinishParams {
   const float4* dq_sum;
   Rows<T> dq;
   int heads, D, columns;
-  unsigned chunks;
+  std::int64_t chunks;
   float scale;
 };
 
@@ -219,7 +219,7 @@ void backward_prepare(const BackwardPrepareArgs& args, const ExecContext& ctx) {
     using T = decltype(element);
     with_lanes(D, [&](auto lanes) {
       constexpr int kRows = kBlock / lanes;
-      const auto chunks = static_cast<unsigned>((args.rows.longest_padded() + kRows - 1) / kRows);
+      const std::int64_t chunks = (args.rows.longest_padded() + kRows - 1) / kRows;
       const PrepareParams<T> p{args.rows, Rows<const T>(args.out), Rows<const T>(args.dout), RowStrides(args.lse), RowStrides(args.dlse),
                                args.lse_log2, args.delta, reinterpret_cast<float4*>(args.dq_sum), static_cast<T*>(args.dout_copy),
                                static_cast<int>(Hq), static_cast<int>(D), args.columns, args.dout.shape[1], chunks};
@@ -236,7 +236,7 @@ void backward_finish(const BackwardFinishArgs& args, const ExecContext& ctx) {
     using T = decltype(element);
     with_lanes(D, [&](auto lanes) {
       constexpr int kRows = 2 * kBlock / lanes;
-      const auto chunks = static_cast<unsigned>((args.rows.longest + kRows - 1) / kRows);
+      const std::int64_t chunks = (args.rows.longest + kRows - 1) / kRows;
       const FinishParams<T> p{args.rows, reinterpret_cast<const float4*>(args.dq_sum), Rows<T>(args.dq), static_cast<int>(Hq),
                               static_cast<int>(D), args.columns, chunks, static_cast<float>(args.scale)};
       const auto kernel = args.order == DqOrder::rows ? finish_kernel<T, lanes, DqOrder::rows>

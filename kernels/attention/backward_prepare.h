@@ -19,7 +19,7 @@ namespace heddle::cuda {
 // leaves room for its rounding, since floor(x + n + tile) >= floor(x) + round_up(n) in units of whole tiles.
 struct PaddedRows {
   std::int64_t sequences = 0;
-  std::int64_t longest = 0;  // rows of the longest sequence, below 2^31
+  std::int64_t longest = 0;  // rows of the longest sequence
   int tile = 0;              // a multiple of 16; of 64 with DqOrder::warpgroup_blocks
   const std::int32_t* cu_seqlens = nullptr;  // [sequences + 1] on the device; null: all are `longest` rows, one a batch entry
   std::int64_t total_rows = 0;  // in the padded buffers
@@ -32,11 +32,7 @@ struct PaddedRows {
     return {sequences, longest, tile, cu_seqlens, (rows + sequences * tile) / tile * tile};
   }
 
-  // `length` rows in whole tiles. In 32 bits: a division of 64 is a hundred instructions on a GPU.
-  __host__ __device__ std::int64_t padded(std::int64_t length) const {
-    return (static_cast<std::int32_t>(length) + tile - 1) / tile * tile;
-  }
-  __host__ __device__ std::int64_t longest_padded() const { return padded(longest); }
+  __host__ __device__ std::int64_t longest_padded() const { return (longest + tile - 1) / tile * tile; }
 };
 
 // One sequence of them.
@@ -52,7 +48,7 @@ struct PaddedSequence {
     batch = 0;
     row = rows.cu_seqlens[index];
     length = rows.cu_seqlens[index + 1] - row;
-    padded = (static_cast<std::int32_t>(row) / rows.tile + index) * rows.tile;
+    padded = (row + index * rows.tile) / rows.tile * rows.tile;
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <climits>
 
+#include "kernels/attention/backward_prepare.h"
 #include "kernels/attention/forward_sm90.cuh"
 
 // FlashAttention backward on sm_90. A block owns a tile of keys and loops over the query tiles that see it, for every query
@@ -13,16 +14,15 @@ namespace heddle::cuda::sm90 {
 
 struct BackwardParams {
   CUtensorMap q, k, v, dout;  // [B, S, H, D] as (D, S, H, B)
-  // Note: Padded rows, here in tiles of kRows
-  int row_tiles;              // of a head: of all sequences together
-  int sequence_tiles;         // of one sequence, if all are equally long
-  const float* lse_log2;      // [Hq, row_tiles, kRows]
-  const float* delta;         // [Hq, row_tiles, kRows]
-  float* dq_sum;              // [Hq, row_tiles, kRows, kHeadSize], DqOrder::warpgroup_blocks
+  PaddedRows rows;            // of queries
+  std::int64_t sequence_rows;  // of one sequence in the padded buffers, if all are equally long
+  const float* lse_log2;      // [Hq, rows.total_rows]
+  const float* delta;         // [Hq, rows.total_rows]
+  float* dq_sum;              // [Hq, rows.total_rows, kHeadSize], DqOrder::warpgroup_blocks
   void* dk;
   void* dv;
   std::int64_t dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head;  // strides in elements
-  const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: all sequences have Sq queries and Sk keys, and one batch entry each
+  const std::int32_t* cu_seqlens_k;  // null: all sequences have Sq queries and Sk keys, and one batch entry each
   int D;
   int Sq, Sk;                        // lengths, or bounds of them
   int sequences, key_heads, group;   // query heads per key head
@@ -33,7 +33,9 @@ struct BackwardParams {
   unsigned tiles;      // in all
   // Two counters, zero between launches: tiles handed out after the first round, and blocks done. Null if there is one round.
   unsigned* schedule;
-  unsigned* turns;  // [Hq, row_tiles, kConsumers], zeros; null: dq may be summed in any order. See Note: Turns of key tiles
+  int row_tiles;    // of a head in the padded buffers
+  int query_step;   // from one query tile to the next, 1 or -1; see for_each_query_tile
+  unsigned* turns;  // [Hq, rows.total_rows / kRows, kConsumers], zeros; if sums of dq are deterministic: see Note: Turns of key tiles
 };
 
 template <int kHeadSize_, int kRows_>
@@ -63,12 +65,12 @@ struct BackwardTile {
 struct BackwardWork {
   int key_head;  // -1: there is no more work
   int batch, query_row, key_row;  // of the tensors: the sequence's first query, the tile's first key
-  int keys;                       // of the sequence from there on; not above 0 past the end
+  int keys;                       // of the tile; not above 0 past the end
   int diagonal;    // with a causal mask, the first query that sees the tile's first key; each further key hides one more
-  int queries;     // of the sequence
   int first, end;  // query tiles that see a key of it
+  int queries, last_key;  // of the sequence: how many, and the last, counted from the tile's first; only if deterministic
   int begin_row, end_row;  // rows of queries outside are none of the sequence's, or see no key; none if TMA clears them
-  int padded;  // tile of the padded buffers that holds the sequence's first query
+  std::int64_t padded;  // the sequence's first query in the padded buffers
 };
 
 template <typename Tile>
@@ -81,44 +83,43 @@ struct BackwardMemory {
   alignas(1024) std::uint8_t dq[Tile::kConsumers][Tile::kBlockBytes];
   alignas(16) float lse[Tile::kQueryStages][Tile::kRows];
   alignas(16) float delta[Tile::kGradStages][Tile::kRows];
-  float key_flags[Tile::kColumns];  // see Note: Keys that are not finite
   BackwardWork work[Tile::kTileStages];
   Barrier tile_full[Tile::kTileStages], tile_empty[Tile::kTileStages];
   Barrier query_full[Tile::kQueryStages], query_empty[Tile::kQueryStages];
   Barrier grad_full[Tile::kGradStages], grad_empty[Tile::kGradStages];
   Barrier key_full, key_empty, value_full, value_empty;
+  float key_flags[Tile::kColumns];  // see Note: Keys that are not finite
 };
 
 // Named barriers; those with a warpgroup's number added come in pairs.
-constexpr int kBothMeet = 1, kDqFull = 2, kDqEmpty = 4, kStaging = 6;
+constexpr int kDscoresStored = 1, kDqFull = 2, kDqEmpty = 4, kStaging = 6;
 
 // Writes what a block does with the tile of keys `index`. Causal tiles go longest first: the first keys are seen by most
-// queries. See Note: Tile order.
-template <typename Tile, bool kCausal>
+// queries. See Note: Tile order. Deterministic sums of dq begin with the last keys.
+template <typename Tile, bool kCausal, bool kDeterministic>
 __device__ __forceinline__ void describe_work(const BackwardParams& p, unsigned index, BackwardWork& work) {
   const unsigned section_tiles = p.section_heads * p.key_tiles, section = index / section_tiles, within = index % section_tiles;
   const unsigned first_pair = section * p.section_heads, heads_here = min(p.section_heads, p.key_heads * p.sequences - first_pair);
   const unsigned pair = first_pair + within % heads_here, number = pair / p.key_heads;
-  const int level = within / heads_here;
-  const int first_key = (p.turns == nullptr ? level : p.key_tiles - 1 - level) * Tile::kColumns;
+  const int level = within / heads_here, first_key = (kDeterministic ? p.key_tiles - 1 - level : level) * Tile::kColumns;
   work.key_head = pair % p.key_heads;
   int Sq = p.Sq, Sk = p.Sk;
   if (p.cu_seqlens_k == nullptr) {
     work.batch = number;
     work.query_row = 0;
     work.key_row = first_key;
-    work.padded = static_cast<int>(number) * p.sequence_tiles;
+    work.padded = number * p.sequence_rows;
   } else {
-    const int query_row = p.cu_seqlens_q[number], key_row = p.cu_seqlens_k[number];
-    Sq = p.cu_seqlens_q[number + 1] - query_row;
+    const int query_row = p.rows.cu_seqlens[number], key_row = p.cu_seqlens_k[number];
+    Sq = p.rows.cu_seqlens[number + 1] - query_row;
     Sk = p.cu_seqlens_k[number + 1] - key_row;
     work.batch = 0;
     work.query_row = query_row;
     work.key_row = key_row + first_key;
-    work.padded = query_row / Tile::kRows + static_cast<int>(number);
+    work.padded = std::int64_t{query_row / Tile::kRows + static_cast<int>(number)} * Tile::kRows;  // Note: Padded rows
   }
-  work.keys = Sk - first_key;
-  work.queries = Sq;
+  work.keys = min(Tile::kColumns, Sk - first_key);
+  if (kDeterministic) work.queries = Sq, work.last_key = Sk - first_key - 1;
   work.diagonal = first_key + Sq - Sk;
   work.begin_row = kCausal ? Sq - Sk : 0;
   work.end_row = p.cu_seqlens_k != nullptr ? Sq : INT_MAX;
@@ -126,29 +127,27 @@ __device__ __forceinline__ void describe_work(const BackwardParams& p, unsigned 
   work.first = kCausal ? min(work.end, max(0, work.diagonal) / Tile::kRows) : 0;
 }
 
-// The number of a query tile of a head in the padded buffers.
-__device__ __forceinline__ std::size_t padded_tile(const BackwardParams& p, const BackwardWork& work, int head, int row_tile) {
-  return static_cast<unsigned>(head * p.row_tiles + work.padded + row_tile);
+// The first row of a query tile in the padded buffers.
+template <typename Tile>
+__device__ __forceinline__ std::int64_t padded_row(const BackwardParams& p, const BackwardWork& work, int head, int row_tile) {
+  return head * p.rows.total_rows + work.padded + row_tile * Tile::kRows;
 }
 
-// The order in which all warps of a block handle query tiles: from the last to the first, and at each the heads of the group in
-// turn. Blocks with other keys of the same heads then work on the same queries, with a causal mask too, whose blocks end at
-// different tiles, and find queries and sums of dq in the L2 cache. Deterministic sums go from the first to the last: a causal
-// block begins at its diagonal, where it is the first to add.
-struct QueryOrder {
-  int start, step;
+// The query tile that a block begins with.
+template <bool kCausal>
+__device__ __forceinline__ int first_query_tile(const BackwardParams& p, const BackwardWork& work) {
+  return kCausal && p.query_step < 0 ? work.end - 1 : work.first;
+}
 
-  __device__ __forceinline__ QueryOrder(const BackwardParams& p, const BackwardWork& work)
-      : start(p.turns == nullptr ? work.end - 1 : work.first), step(p.turns == nullptr ? -1 : 1) {}
-};
-
-// Calls visit(m, head) for each query tile and head.
-template <typename Visit>
+// Calls visit(m, head) for each query tile and head, in the order in which all warps handle them. The heads of a group take
+// turns at each query tile: blocks with other keys are then at most a few tiles apart in all of them and find queries and dq in
+// the L2 cache. With one head after the other, causal blocks, which differ in length, drift apart. They also begin with the last
+// queries, which all of them see; but not if dq is summed in turns, where a block is the first to add at its diagonal.
+template <bool kCausal, typename Visit>
 __device__ __forceinline__ void for_each_query_tile(const BackwardParams& p, const BackwardWork& work, const Visit& visit) {
-  const QueryOrder order(p, work);
-  int m = order.start;
+  int m = first_query_tile<kCausal>(p, work);
 #pragma unroll 1  // unrolled, the loaders spill
-  for (int count = work.end - work.first; count > 0; --count, m += order.step)
+  for (int count = work.end - work.first; count > 0; --count, m += kCausal ? p.query_step : 1)
 #pragma unroll 1
     for (int head = 0; head < p.group; ++head) visit(m, work.key_head * p.group + head);
 }
@@ -156,18 +155,19 @@ __device__ __forceinline__ void for_each_query_tile(const BackwardParams& p, con
 // Calls visit(work) for each tile of keys that this block gets.
 template <typename Tile, typename Visit>
 __device__ __forceinline__ void for_each_work(BackwardMemory<Tile>& memory, bool is_leader, const Visit& visit) {
-  for (unsigned turn = 0;; ++turn) {  // stage and phase from one number: two more registers and the writers spill
-    const unsigned stage = turn % Tile::kTileStages;
-    memory.tile_full[stage].wait(turn / Tile::kTileStages % 2);
-    const BackwardWork& work = memory.work[stage];
+  RingPosition<Tile::kTileStages> ring;
+  while (true) {
+    memory.tile_full[ring.stage].wait(ring.phase);
+    const BackwardWork& work = memory.work[ring.stage];
     if (work.key_head < 0) return;
     visit(work);
-    if (is_leader) memory.tile_empty[stage].arrive();
+    if (is_leader) memory.tile_empty[ring.stage].arrive();
+    ring.advance();
   }
 }
 
 // Runs on one thread: hands tiles of keys to the other warps, and loads keys and queries.
-template <typename Tile, bool kCausal>
+template <typename Tile, bool kCausal, bool kDeterministic>
 __device__ __forceinline__ void produce_queries(const BackwardParams& p, BackwardMemory<Tile>& memory) {
   RingPosition<Tile::kQueryStages> ring;
   std::uint32_t key_phase = 1;
@@ -176,21 +176,19 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& p, Backwar
     const unsigned stage = turn % Tile::kTileStages;
     memory.tile_empty[stage].wait(turn / Tile::kTileStages % 2 ^ 1);
     BackwardWork& work = memory.work[stage];
-    if (index < p.tiles) describe_work<Tile, kCausal>(p, index, work);
+    if (index < p.tiles) describe_work<Tile, kCausal, kDeterministic>(p, index, work);
     else work.key_head = -1;
     memory.tile_full[stage].arrive();
     if (index >= p.tiles) break;
-    bool needs_keys = true;
-    for_each_query_tile(p, work, [&](int m, int head) {
+    for_each_query_tile<kCausal>(p, work, [&](int m, int head) {
       Barrier* full = &memory.query_full[ring.stage];
       memory.query_empty[ring.stage].wait(ring.phase ^ 1);
       full->arrive_expect(Tile::kQueryBytes + Tile::kRowBytes);
       load_tile<Tile>(memory.query[ring.stage], &p.q, full, Tile::kRows, work.query_row + m * Tile::kRows, head, work.batch);
-      bulk_load(memory.lse[ring.stage], p.lse_log2 + padded_tile(p, work, head, m) * Tile::kRows, Tile::kRowBytes, full);
+      bulk_load(memory.lse[ring.stage], p.lse_log2 + padded_row<Tile>(p, work, head, m), Tile::kRowBytes, full);
       ring.advance();
       // After queries, which need not wait for the end of the tile before.
-      if (!needs_keys) return;
-      needs_keys = false;
+      if (m != first_query_tile<kCausal>(p, work) || head != work.key_head * p.group) return;
       memory.key_empty.wait(key_phase);
       key_phase ^= 1;
       memory.key_full.arrive_expect(Tile::kKeyBytes);
@@ -202,7 +200,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& p, Backwar
 }
 
 // Runs on one thread: loads values and dout. A thread of its own because one has too few registers for all four tensors.
-template <typename Tile>
+template <typename Tile, bool kCausal>
 __device__ __forceinline__ void produce_gradients(const BackwardParams& p, BackwardMemory<Tile>& memory) {
   RingPosition<Tile::kGradStages> ring;
   std::uint32_t value_phase = 1;
@@ -212,12 +210,12 @@ __device__ __forceinline__ void produce_gradients(const BackwardParams& p, Backw
     value_phase ^= 1;
     memory.value_full.arrive_expect(Tile::kKeyBytes);
     load_tile<Tile>(memory.value, &p.v, &memory.value_full, Tile::kColumns, work.key_row, work.key_head, work.batch);
-    for_each_query_tile(p, work, [&](int m, int head) {
+    for_each_query_tile<kCausal>(p, work, [&](int m, int head) {
       Barrier* full = &memory.grad_full[ring.stage];
       memory.grad_empty[ring.stage].wait(ring.phase ^ 1);
       full->arrive_expect(Tile::kQueryBytes + Tile::kRowBytes);
       load_tile<Tile>(memory.grad[ring.stage], &p.dout, full, Tile::kRows, work.query_row + m * Tile::kRows, head, work.batch);
-      bulk_load(memory.delta[ring.stage], p.delta + padded_tile(p, work, head, m) * Tile::kRows, Tile::kRowBytes, full);
+      bulk_load(memory.delta[ring.stage], p.delta + padded_row<Tile>(p, work, head, m), Tile::kRowBytes, full);
       ring.advance();
     });
   });
@@ -227,43 +225,52 @@ __device__ __forceinline__ void produce_gradients(const BackwardParams& p, Backw
 // Deterministic sums of dq: the key tiles that a query tile sees add to it from the last to the first, each when the query tile's
 // counter says that it is its turn. Tiles are handed out in the same order, so a block waits only for tiles that were handed out
 // before its own. There is a counter for each writer's blocks.
-template <typename Tile>
-__device__ __forceinline__ unsigned turn_of(const BackwardWork& work, int row_tile, bool is_causal) {
-  const int last_row = min((row_tile + 1) * Tile::kRows, work.queries) - 1, last_key = work.keys - 1;
-  return (is_causal ? min(last_key, last_row - work.diagonal) : last_key) / Tile::kColumns;
-}
-__device__ __forceinline__ void await_turn(const unsigned* counter, unsigned number) {
-  unsigned now;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  while (now != number);
-  fence_async_proxy_global();
-}
-__device__ __forceinline__ void pass_turn(unsigned* counter, unsigned number) {
-  fence_async_proxy_global();
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(number + 1) : "memory");
-}
+struct Turn {
+  unsigned* counter;
+  int number;
+
+  template <typename Tile, bool kCausal>
+  __device__ __forceinline__ static Turn of(const BackwardParams& p, const BackwardWork& work, int row_tile, int head, int group) {
+    const int last_row = min((row_tile + 1) * Tile::kRows, work.queries) - 1;
+    const unsigned tile = head * p.row_tiles + static_cast<unsigned>(work.padded / Tile::kRows) + row_tile;
+    return {p.turns + std::size_t{tile} * Tile::kConsumers + group,
+            (kCausal ? min(work.last_key, last_row - work.diagonal) : work.last_key) / Tile::kColumns};
+  }
+
+  __device__ __forceinline__ void await() const {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    while (now != number);
+    fence_async_proxy_global();
+  }
+  __device__ __forceinline__ void pass() const {
+    fence_async_proxy_global();
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(number + 1) : "memory");
+  }
+};
 
 // Runs on one warp for each consumer: adds the 64 x 64 blocks of dq that it leaves in shared memory.
-template <typename Tile, bool kCausal, int kGroup>
-__device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory<Tile>& memory) {
+template <typename Tile, bool kCausal, bool kDeterministic>
+__device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory<Tile>& memory, int group) {
   const bool is_leader = threadIdx.x % 32 == 0;
   for_each_work(memory, is_leader, [&](const BackwardWork& work) {
-    for_each_query_tile(p, work, [&](int m, int head) {
-      named_sync(kDqFull + kGroup, 160);
+    for_each_query_tile<kCausal>(p, work, [&](int m, int head) {
+      named_sync(kDqFull + group, 160);
       if (is_leader) {
-        const std::size_t block = padded_tile(p, work, head, m) * Tile::kConsumers + kGroup;
-        if (p.turns != nullptr) await_turn(p.turns + block, turn_of<Tile>(work, m, kCausal));
-        bulk_add(p.dq_sum + block * (64 * 64), memory.dq[kGroup], Tile::kBlockBytes);
+        if (kDeterministic) Turn::of<Tile, kCausal>(p, work, m, head, group).await();
+        bulk_add(p.dq_sum + padded_row<Tile>(p, work, head, m) * Tile::kHeadSize + group * 64 * 64, memory.dq[group], Tile::kBlockBytes);
         bulk_commit();
         bulk_wait_read();
       }
       __syncwarp();
-      named_arrive(kDqEmpty + kGroup, 160);
-      if (is_leader && p.turns != nullptr) {
-        bulk_wait();
-        pass_turn(p.turns + padded_tile(p, work, head, m) * Tile::kConsumers + kGroup, turn_of<Tile>(work, m, kCausal));
+      named_arrive(kDqEmpty + group, 160);
+      if constexpr (kDeterministic) {
+        if (is_leader) {
+          bulk_wait();
+          Turn::of<Tile, kCausal>(p, work, m, head, group).pass();
+        }
+        __syncwarp();
       }
-      __syncwarp();
     });
     __syncwarp();  // all have read the work
   });
@@ -278,19 +285,20 @@ __device__ __forceinline__ float2 load_pair(const float* from) {
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(std::uint32_t to, const std::uint32_t (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+__device__ __forceinline__ void store_matrices(void* to, const std::uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
 // One warpgroup's 64 keys. Scores and their gradients are kept transposed, keys by queries, so that they are the register
 // operands of dv and dk. Thread layout of an accumulator: see Consumer.
-template <typename T, typename Tile, bool kCausal>
+template <typename T, typename Tile, bool kCausal, bool kDeterministic>
 struct BackwardConsumer {
   static constexpr int kScores = Tile::kRows / 2;  // accumulators a thread
   static constexpr int kGrads = Tile::kHeadSize / 2;
   static constexpr int kRowBytes = Tile::kHeadSize * 2;
+  static constexpr bool kGuardsKeys = kCausal && kDeterministic;
 
   const BackwardParams& p;
   BackwardMemory<Tile>& memory;
@@ -363,15 +371,15 @@ struct BackwardConsumer {
   }
 
   // Note: Keys that are not finite
-  // With a causal mask, the product of a zero and such a key would reach dq of rows that do not see it. So they are looked for when
-  // a tile arrives: the key's flag becomes NaN and is added to its scores, and what is not finite becomes 0.
+  // With a causal mask, the product of a zero and such a key would reach dq of rows that do not see it. The deterministic kernel
+  // looks for them when a tile arrives: the key's flag becomes NaN and is added to its scores, and what is not finite becomes 0.
   __device__ __forceinline__ bool flag_keys() {
     const int thread = group * 128 + this->thread;
     auto* const chunks = reinterpret_cast<uint4*>(memory.key);
     std::uint32_t found = 0;
 #pragma unroll 4
     for (int i = thread; i < Tile::kKeyBytes / 16; i += 256) found |= not_finite(chunks[i], T());
-    if (!named_any(kBothMeet, 256, found != 0)) return false;
+    if (!named_any(kDscoresStored, 256, found != 0)) return false;
     if (thread < Tile::kColumns) {
       bool is_finite = true;
       for (int i = 0; i < Tile::kHeadSize / 2; ++i) {
@@ -383,7 +391,7 @@ struct BackwardConsumer {
       memory.key_flags[thread] = is_finite ? 0.0f : NAN;
     }
     fence_async_proxy();
-    named_sync(kBothMeet, 256);
+    named_sync(kDscoresStored, 256);
     return true;
   }
 
@@ -396,9 +404,6 @@ struct BackwardConsumer {
     }
   }
 
-  __device__ __forceinline__ bool needs_mask(int row_tile) const {
-    return keys < Tile::kColumns || (kCausal && row_tile * Tile::kRows < diagonal + Tile::kColumns - 1);
-  }
   // Replaces what belongs to hidden pairs: keys past the end, and queries before the first that sees the key.
   __device__ __forceinline__ void mask(float (&x)[kScores], int row_tile, float hidden) {
 #pragma unroll
@@ -410,6 +415,10 @@ struct BackwardConsumer {
       for (int i = 0; i < kScores / 2; ++i)
         if (i / 2 * 8 + i % 2 < first) x[i / 2 * 4 + half * 2 + i % 2] = hidden;
     }
+  }
+
+  __device__ __forceinline__ bool needs_mask(int row_tile) const {
+    return keys < Tile::kColumns || (kCausal && row_tile * Tile::kRows < diagonal + Tile::kColumns - 1);
   }
 
   // Scores to probabilities, packed.
@@ -442,12 +451,11 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void store_dscores() {
-    // Chunks of 8 queries, 16 bytes, are swizzled: chunk 2 * step + i lies where chunk i does, but for the bits of 32 * step.
-    const int lane = thread % 32, key = group * 64 + thread / 32 * 16 + lane % 16, chunk = lane / 16 ^ (key & 7);
-    const std::uint32_t first = shared_address(memory.dscores[rows_done % 2]) + key * 128 + chunk * 16;
+    const int lane = thread % 32, key = group * 64 + thread / 32 * 16 + lane % 16;
 #pragma unroll
     for (int step = 0; step < Tile::kRows / 16; ++step) {
-      const std::uint32_t to = (first ^ step % 4 * 32) + step / 4 * Tile::kColumns * 128;
+      const int panel = step / 4, chunk = step % 4 * 2 + lane / 16;  // 8 queries = one 16-byte chunk
+      std::uint8_t* to = memory.dscores[rows_done % 2] + panel * Tile::kColumns * 128 + key * 128 + ((chunk ^ (key & 7)) * 16);
       store_matrices(to, {dscores[4 * step], dscores[4 * step + 1], dscores[4 * step + 2], dscores[4 * step + 3]});
     }
     fence_async_proxy();
@@ -472,7 +480,7 @@ struct BackwardConsumer {
   }
   // Waits until both warpgroups are done with the query tile before: its ds is stored, and its dout and delta can go.
   __device__ __forceinline__ void meet() {
-    named_sync(kBothMeet, 256);
+    named_sync(kDscoresStored, 256);
     if (thread == 0) memory.grad_empty[(rows_done + 1) % 2].arrive();
   }
 
@@ -484,7 +492,6 @@ struct BackwardConsumer {
     float scores[kScores], dprobabilities[kScores];
     std::uint32_t probabilities[kScores / 2];
     const int query_stage = query_ring.stage, grad_stage = rows_done % 2;
-    const bool is_masked = needs_mask(row_tile);
     memory.query_full[query_stage].wait(query_ring.phase);
     clear_queries(memory.query[query_stage], row_tile);
     issue_transposed(scores, memory.key, memory.query[query_stage]);
@@ -500,17 +507,18 @@ struct BackwardConsumer {
     }
     wgmma_wait<0>();
     if constexpr (!kFirst) release_query();
-    if (kCausal && has_flags) add_flags(scores);
-    if (is_masked) mask(scores, row_tile, -INFINITY);
+    if (kGuardsKeys && has_flags) add_flags(scores);
+    if (needs_mask(row_tile)) mask(scores, row_tile, -INFINITY);
     exponentiate(scores, memory.lse[query_stage], probabilities);
     memory.grad_full[grad_stage].wait(rows_done / 2 % 2);
     clear_queries(memory.grad[grad_stage], row_tile);
     issue_transposed(dprobabilities, memory.value, memory.grad[grad_stage]);
     issue_gradient(dv, probabilities, memory.grad[grad_stage]);
     wgmma_wait<1>();
-    if (kCausal && is_masked) mask(dprobabilities, row_tile, 0.0f);  // what a hidden value made of them may be NaN
+    // What a hidden value made of them may be NaN.
+    if (kGuardsKeys && needs_mask(row_tile)) mask(dprobabilities, row_tile, 0.0f);
     differentiate(probabilities, dprobabilities, memory.delta[grad_stage]);
-    store_dscores();  // with no branch before it, so that packing and storing interleave
+    store_dscores();
     wgmma_wait<0>();
     ++rows_done;
     query_ring.advance();
@@ -525,7 +533,7 @@ struct BackwardConsumer {
     named_sync(kStaging + group, 128);  // the rows before have left it
 #pragma unroll
     for (int i = 0; i < kGrads / 2; ++i) {
-      const int at = thread / 32 * 16 + thread % 32 / 4 + 8 * (i % 2), chunk = i / 2;  // 8 columns = one 16-byte chunk
+      const int at = row_in_group(i % 2), chunk = i / 2;  // 8 columns = one 16-byte chunk
       *reinterpret_cast<std::uint32_t*>(staging + at * kRowBytes + ((chunk ^ (at & 7)) * 16) + thread % 4 * 4) =
           pack(grads[2 * i] * factor, grads[2 * i + 1] * factor, T());
     }
@@ -568,8 +576,7 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void run_tile(const BackwardWork& work) {
     const int count = (work.end - work.first) * p.group;
-    const QueryOrder order(p, work);
-    int row_tile = order.start, head = 0;
+    int row_tile = first_query_tile<kCausal>(p, work), head = 0;
     keys = work.keys;
     diagonal = work.diagonal;
     begin_row = work.begin_row;
@@ -580,12 +587,12 @@ struct BackwardConsumer {
       memory.value_full.wait(tiles_done % 2);
       clear_rows(memory.value, Tile::kColumns, 0, keys);
     }
-    has_flags = kCausal && flag_keys();
+    if constexpr (kGuardsKeys) has_flags = flag_keys();
     step<true>(row_tile, false);
     for (int i = 1; i < count; ++i) {
       if (++head == p.group) {
         head = 0;
-        row_tile += order.step;
+        row_tile += kCausal ? p.query_step : 1;
       }
       step<false>(row_tile, i == 1);
     }
@@ -595,10 +602,10 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void consume() {
-    for (unsigned turn = 0;; ++turn) {
-      const unsigned stage = turn % Tile::kTileStages;
-      memory.tile_full[stage].wait(turn / Tile::kTileStages % 2);
-      const BackwardWork& work = memory.work[stage];
+    RingPosition<Tile::kTileStages> tile_ring;
+    while (true) {
+      memory.tile_full[tile_ring.stage].wait(tile_ring.phase);
+      const BackwardWork& work = memory.work[tile_ring.stage];
       if (work.key_head < 0) return;
 #pragma unroll
       for (int i = 0; i < kGrads; ++i) dk[i] = dv[i] = 0.0f;
@@ -606,12 +613,13 @@ struct BackwardConsumer {
       else write_dv(work, memory.dq[group]);
       write_dk(work, memory.dq[group]);
       named_sync(kStaging + group, 128);  // all have read the work
-      if (thread == 0) memory.tile_empty[stage].arrive();
+      if (thread == 0) memory.tile_empty[tile_ring.stage].arrive();
+      tile_ring.advance();
     }
   }
 };
 
-template <typename T, typename Tile, bool kCausal>
+template <typename T, typename Tile, bool kCausal, bool kDeterministic>
 __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(const __grid_constant__ BackwardParams p) {
   // Aligned by declaration: an address rounded up by hand is no longer known to lie in shared memory, and every access to it
   // becomes a generic one.
@@ -645,13 +653,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(c
   __syncthreads();
   if (warp < 4) {
     lower_registers<Tile::kProducerRegisters>();
-    if (warp == 0 && threadIdx.x == 0) produce_queries<Tile, kCausal>(p, memory);
-    else if (warp == 3 && threadIdx.x == 96) produce_gradients(p, memory);
-    else if (warp == 1) write_dq<Tile, kCausal, 0>(p, memory);
-    else if (warp == 2) write_dq<Tile, kCausal, 1>(p, memory);
+    if (warp == 0 && threadIdx.x == 0) produce_queries<Tile, kCausal, kDeterministic>(p, memory);
+    else if (warp == 3 && threadIdx.x == 96) produce_gradients<Tile, kCausal>(p, memory);
+    else if (warp == 1) write_dq<Tile, kCausal, kDeterministic>(p, memory, 0);
+    else if (warp == 2) write_dq<Tile, kCausal, kDeterministic>(p, memory, 1);
   } else {
     raise_registers<Tile::kConsumerRegisters>();
-    BackwardConsumer<T, Tile, kCausal> consumer{p, memory, warp / 4 - 1, static_cast<int>(threadIdx.x) % 128};
+    BackwardConsumer<T, Tile, kCausal, kDeterministic> consumer{p, memory, warp / 4 - 1, static_cast<int>(threadIdx.x) % 128};
     consumer.consume();
   }
 }

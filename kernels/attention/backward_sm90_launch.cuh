@@ -27,12 +27,14 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.k = tensor_map(args.k, Tile::kColumns);
   p.v = tensor_map(args.v, Tile::kColumns);
   p.dout = tensor_map(Sq > 0 ? plan.dout : args.k, Tile::kRows);
-  p.row_tiles = static_cast<int>(plan.rows.total_rows / Tile::kRows);
-  p.sequence_tiles = static_cast<int>(plan.rows.longest_padded() / Tile::kRows);
+  p.rows = plan.rows;
+  p.sequence_rows = plan.rows.longest_padded();
   p.lse_log2 = plan.lse_log2;
   p.delta = plan.delta;
   p.dq_sum = plan.dq_sum;
   p.turns = plan.turns;
+  p.row_tiles = static_cast<int>(plan.rows.total_rows / Tile::kRows);
+  p.query_step = args.is_causal && group > 1 && plan.turns == nullptr ? -1 : 1;
   p.dk = args.dk.data;
   p.dk_batch = dk.strides[0];
   p.dk_row = dk.strides[1];
@@ -43,7 +45,6 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.dv_head = dv.strides[2];
   const bool is_packed = args.cu_seqlens_k.defined();
   const std::int64_t longest = is_packed ? args.max_seqlen_k : Sk;
-  p.cu_seqlens_q = plan.rows.cu_seqlens;
   if (is_packed) p.cu_seqlens_k = args.cu_seqlens_k.as<std::int32_t>();
   p.D = static_cast<int>(D);
   p.Sq = static_cast<int>(plan.rows.longest);
@@ -61,9 +62,9 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   return p;
 }
 
-template <typename T, typename Tile, bool kCausal>
+template <typename T, typename Tile, bool kCausal, bool kDeterministic>
 void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
-  const auto kernel = attention_backward_kernel<T, Tile, kCausal>;
+  const auto kernel = attention_backward_kernel<T, Tile, kCausal, kDeterministic>;
   constexpr int kMemory = backward_memory_bytes<Tile>();
   static const cudaError_t opted_in = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory);
   HEDDLE_CUDA_CHECK(opted_in);
@@ -74,15 +75,19 @@ void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan
   check_launch("attention backward");
 }
 
+template <typename T, typename Tile>
+void backward_of(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
+  if (plan.turns != nullptr)
+    args.is_causal ? launch_backward<T, Tile, true, true>(args, plan, ctx) : launch_backward<T, Tile, false, true>(args, plan, ctx);
+  else
+    args.is_causal ? launch_backward<T, Tile, true, false>(args, plan, ctx) : launch_backward<T, Tile, false, false>(args, plan, ctx);
+}
+
 template <typename Tile>
 void backward(const AttentionBackwardArgs& args, const BackwardPlan& plan, const ExecContext& ctx) {
   static_assert(Tile::kRows == backward_rows(Tile::kHeadSize) && Tile::kHeadSize == backward_columns(Tile::kHeadSize) &&
                 Tile::kConsumers == kBackwardTurns);
-  const bool is_bf16 = args.q.dtype == DType::bf16;
-  if (args.is_causal)
-    is_bf16 ? launch_backward<__nv_bfloat16, Tile, true>(args, plan, ctx) : launch_backward<__half, Tile, true>(args, plan, ctx);
-  else
-    is_bf16 ? launch_backward<__nv_bfloat16, Tile, false>(args, plan, ctx) : launch_backward<__half, Tile, false>(args, plan, ctx);
+  args.q.dtype == DType::bf16 ? backward_of<__nv_bfloat16, Tile>(args, plan, ctx) : backward_of<__half, Tile>(args, plan, ctx);
 }
 
 }  // namespace heddle::cuda::sm90
