@@ -1,6 +1,7 @@
 // The instructions of the Hopper attention kernels alone: matrix descriptors in every form used, and TMA boxes. Values are small
 // integers, so that products are exact; a wrong stride gives other numbers, not a fault.
 
+#include <algorithm>
 #include <cmath>
 
 #include "autograd/ops.h"
@@ -72,6 +73,28 @@ TEST_F(Sm90Units, BoxesAreSwizzledStridedAndZeroPastTheEnd) {
           ASSERT_EQ(static_cast<float>(got), expected) << "row " << r << " column " << c << " of a box of " << rows;
         }
     }
+}
+
+TEST_F(Sm90Units, StoredBoxesLeaveWhatIsOutsideAlone) {
+  const std::int64_t B = 2, S = 50, H = 3, D = 96;
+  Generator generator{.seed = 2};
+  const Tensor from = normal({B, S, H, D}, 0, 1, generator, DType::bf16), on_gpu = from.to(kCuda);
+  for (const BoxCorner& corner : {BoxCorner{0, 0, 0, 0}, {64, 16, 2, 1}, {0, 40, 1, 1}}) {
+    constexpr std::int64_t kRows = 16;
+    // Rows and columns past the end of the view are there, and belong to someone else.
+    const Tensor whole = Tensor::zeros({B, S + 3, H, 2 * D}, DType::bf16, kCuda);
+
+    tma_copy_box(on_gpu.view(), slice(slice(whole, 1, 0, S), 3, D, 2 * D).mutable_view(), kRows, corner, device_context(kCuda));
+
+    const Tensor expected = Tensor::zeros(whole.shape(), DType::bf16);
+    const auto box = [&](const Tensor& x, std::int64_t first_column) {
+      const Tensor rows = slice(slice(slice(x, 0, corner.batch, corner.batch + 1), 1, corner.row, std::min(S, corner.row + kRows)), 2,
+                                corner.head, corner.head + 1);
+      return slice(rows, 3, first_column + corner.column, first_column + std::min(D, corner.column + std::int64_t{64}));
+    };
+    box(expected, D).copy_(box(from, 0));
+    EXPECT_TRUE(all_equal(whole, expected.to_doubles())) << "row " << corner.row << " column " << corner.column;
+  }
 }
 
 }  // namespace

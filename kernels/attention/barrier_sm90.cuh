@@ -49,6 +49,13 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 // Orders asynchronous copies to global memory and ordinary accesses to it.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// True on one thread of the warp, always the same, where all threads are; the compiler then knows that there is only one.
+__device__ __forceinline__ bool elect_one() {
+  std::uint32_t chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen != 0;
+}
+
 // Named barrier `id` (1..15) over `threads` threads: wait for all, or arrive without waiting.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

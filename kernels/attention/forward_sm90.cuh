@@ -17,8 +17,8 @@
 namespace heddle::cuda::sm90 {
 
 struct ForwardParams {
-  CUtensorMap q, k, v;  // [B, S, H, D] as (D, S, H, B)
-  void* out;
+  CUtensorMap q, k, v, out;  // [B, S, H, D] as (D, S, H, B)
+  void* out_data;
   std::int64_t out_batch, out_row, out_head;  // strides in elements
   float* lse;
   std::int64_t lse_batch, lse_head, lse_row;
@@ -26,9 +26,11 @@ struct ForwardParams {
   int D;                      // a multiple of 8; TMA fills the tile's other columns with zeros
   int batches, heads, group;  // query heads; query heads per key head
   int row_tiles;              // tiles of query rows a head
+  unsigned tiles;             // of all
   int section_heads;          // (batch, head) pairs whose tiles are handed out together; see Note: Tile order
   float scale;
   float scale_log2;  // scale * log2(e)
+  bool takes_early;    // see Note: Tile order
   unsigned* schedule;  // two counters, zero between launches: tiles handed out after the first round, and blocks done
   const std::int32_t* cu_seqlens_q;  // null if all sequences have one length
   const std::int32_t* cu_seqlens_k;
@@ -53,6 +55,10 @@ struct ForwardTile {
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
   static constexpr int kKeyBytes = kColumns * kHeadSize * 2;
 };
+
+// The output leaves through shared memory, a warp's 16 rows in panels of 64 columns; rows of a box in p.out.
+inline constexpr int kOutRows = 16;
+inline constexpr int kOutPanelBytes = kOutRows * kPanelColumns * 2;
 
 // What a block does with one tile: the attention of its rows to the keys of their sequence.
 struct ForwardWork {
@@ -82,7 +88,7 @@ struct ForwardMemory {
 };
 
 // Named barriers; those with a warpgroup's number added come one a consumer.
-constexpr int kTurn = 1, kWarpgroup = 4, kConsumersMeet = 7, kGuardsMeet = 8;
+constexpr int kTurn = 1, kConsumersMeet = 4, kGuardsMeet = 5;
 
 // A ring of kStages buffers: which one is next, and the parity of its current phase.
 template <int kStages>
@@ -107,6 +113,8 @@ struct TileIndex {
 // global memory: with causal masks tiles differ in length by the number of key tiles, and a fixed assignment left a fifth
 // of the card idle. Tiles of one head follow each other, so that its keys and values are read from memory once and then from
 // the L2 cache; with causal masks, where the longest tiles have to go first, those of a section of heads.
+// A block that takes its next tile early, at the start of the current one, never waits for the number or the queries, but the
+// tile may be one that another block is free for sooner. Late pays where a block has few tiles, or long ones.
 template <bool kCausal>
 __device__ __forceinline__ TileIndex tile_at(const ForwardParams& p, int index) {
   const int section_tiles = p.section_heads * p.row_tiles;
@@ -184,40 +192,27 @@ __device__ __forceinline__ unsigned fetch_add(unsigned* counter) {
   return before;
 }
 
-// The numbers of a block's tiles; see Note: Tile order.
-struct TileNumbers {
-  unsigned* counter;  // null if every block has one tile
-  unsigned total;
-  unsigned taken = blockIdx.x - gridDim.x;
-
-  // total or more: there is none left. The counter is asked for the next answer here, and the answer, most of a microsecond
-  // away, is first looked at in the next call.
-  __device__ __forceinline__ unsigned take() {
-    const unsigned index = gridDim.x + taken;
-    if (index >= total) return index;
-    if (counter != nullptr) taken = fetch_add(counter);
-    else taken = total;
-    return index;
-  }
-};
-
 // Runs on one thread: hands tiles to the other warps and keeps the consumers' buffers full.
 template <typename Tile, bool kCausal>
 struct Producer {
   const ForwardParams& p;
   ForwardMemory<Tile>& memory;
-  TileNumbers numbers;
-  RingPosition<Tile::kTileStages> work_ring;
-  RingPosition<Tile::kQueryStages> query_ring;
-  RingPosition<Tile::kStages> ring;
+  RingPosition<Tile::kTileStages> work_ring = {};
+  RingPosition<Tile::kQueryStages> query_ring = {};
+  RingPosition<Tile::kStages> ring = {};
+  unsigned taken = blockIdx.x - gridDim.x;  // the counter's last answer
+
+  // Takes the number of a tile; the answer is most of a microsecond away. See Note: Tile order.
+  __device__ __forceinline__ void ask() { taken = p.tiles > gridDim.x ? fetch_add(&p.schedule[0]) : p.tiles; }
 
   // Decides on the next tile, tells the other warps, and loads its queries.
   __device__ __forceinline__ const ForwardWork& announce() {
     ForwardWork next;
     do {
-      const unsigned index = numbers.take();
-      if (index < numbers.total) next = forward_work<Tile, kCausal>(p, static_cast<int>(index));
+      const unsigned index = gridDim.x + taken;
+      if (index < p.tiles) next = forward_work<Tile, kCausal>(p, static_cast<int>(index));
       else next = {.rows = 1, .key_tiles = -1};
+      if (index < p.tiles && (p.takes_early || next.rows <= 0)) ask();
     } while (next.rows <= 0);
     ForwardWork& work = memory.work[work_ring.stage];
     memory.work_empty[work_ring.stage].wait(work_ring.phase ^ 1);
@@ -252,18 +247,19 @@ struct Producer {
     for (int j = first; j >= last; --j) load_key_tile(work, j, j >= guarded);
   }
 
-  // The masked tiles, which are the last ones, come first. The next tile is announced after two: then the buffer of its
-  // queries is free, or soon is, and they arrive long before they are needed.
+  // The masked tiles, which are the last ones, come first. The next tile is announced after two, or before the last one: always
+  // before its queries are needed, and when the buffer for them is free or soon will be.
   __device__ __forceinline__ void produce() {
     const ForwardWork* work = &announce();
     while (work->key_tiles >= 0) {
-      const int rest = max(work->key_tiles - 2, 0);
+      const int late_rest = work->key_tiles > 2 ? 1 : 0, rest = p.takes_early ? max(work->key_tiles - 2, 0) : late_rest;
       load_key_tiles(*work, work->key_tiles - 1, rest);
+      if (!p.takes_early) ask();
       const ForwardWork* next = &announce();
       load_key_tiles(*work, rest - 1, 0);
       work = next;
     }
-    if (numbers.counter != nullptr && fetch_add(&p.schedule[1]) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
+    if (p.tiles > gridDim.x && fetch_add(&p.schedule[1]) == gridDim.x - 1) p.schedule[0] = p.schedule[1] = 0;
   }
 };
 
@@ -398,12 +394,13 @@ struct Consumer {
   }
 
   // Sets scores of keys past the end, or after the diagonal, to -inf.
+  template <int kCount = kScores>
   __device__ __forceinline__ void mask_scores(const ForwardWork& work, int key_tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int limit = key_limit(work, key_tile, half) - 2 * (thread % 4);
 #pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) {
+      for (int i = 0; i < kCount / 2; ++i) {
         const int column = i / 2 * 8 + i % 2;
         float& score = scores[i / 2 * 4 + half * 2 + i % 2];
         if (column >= limit) score = -INFINITY;
@@ -413,12 +410,12 @@ struct Consumer {
 
   // Turns scores into probabilities relative to the running maximum; factor[half] rescales what came before. Maxima and sums
   // run in several chains: a warp is alone with its softmax, and one chain would wait for itself.
-  template <bool kFirst>
+  template <bool kFirst, int kCount = kScores>
   __device__ __forceinline__ void softmax(float (&factor)[2]) {
     constexpr int kChains = 4;
     float largest[2][kChains], sum[2][kChains], safe[2];
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       float& chain = largest[i / 2 % 2][i % 2 + i / 4 % (kChains / 2) * 2];
       chain = i / 4 < kChains / 2 ? scores[i] : fmaxf(chain, scores[i]);
     }
@@ -435,7 +432,7 @@ struct Consumer {
       row_max[half] = most;
     }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int half = i / 2 % 2;
       float& chain = sum[half][i % 2 + i / 4 % (kChains / 2) * 2];
       scores[i] = exp2_approx(scores[i] * p.scale_log2 - safe[half]);
@@ -451,9 +448,11 @@ struct Consumer {
   }
 
   // Two neighbouring groups of 8 columns are the register operand of one 16-deep product.
+  template <int kCount = kScores>
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1], T());
+    for (int i = 0; i < kScores / 2; ++i)
+      probabilities[i] = i < kCount / 2 ? pack(scores[2 * i], scores[2 * i + 1], T()) : 0;
   }
 
   __device__ __forceinline__ void rescale_output(const float (&factor)[2]) {
@@ -518,21 +517,32 @@ struct Consumer {
       const ForwardWork& work = memory.work[work_ring.stage];
       if (work.key_tiles != 0) return work;
       write_empty(work);
-      named_sync(kWarpgroup + group, 128);  // all have read it
-      release_work();
+      release_work(work_ring.stage);
+      work_ring.advance();
     }
   }
-  __device__ __forceinline__ void release_work() {
-    if (thread == 0) memory.work_empty[work_ring.stage].arrive();
-    work_ring.advance();
+  // A warp has read all it needs of a tile's work.
+  __device__ __forceinline__ void release_work(int stage) {
+    __syncwarp();
+    if (thread % 32 == 0) memory.work_empty[stage].arrive();
   }
 
   __device__ __forceinline__ void write_empty(const ForwardWork& work) {
     const int first = group * 64, rows = min(64, work.rows - first), chunks = p.D / 8;
     T* base = out_row(work, first);
+#pragma unroll 1
     for (int i = thread; i < rows * chunks; i += 128)
       *reinterpret_cast<uint4*>(base + i / chunks * p.out_row + i % chunks * 8) = uint4{0, 0, 0, 0};
     if (thread < rows) *lse_row(work, first + thread) = -INFINITY;
+  }
+
+  // Masks, if the tile needs it, and turns the first scores of a tile into probabilities.
+  template <int kCount = kScores>
+  __device__ __forceinline__ void first_softmax(const ForwardWork& work, int key_tile) {
+    if (key_tile >= work.unmasked) mask_scores<kCount>(work, key_tile);
+    float factor[2];
+    softmax<true, kCount>(factor);
+    pack_probabilities<kCount>();
   }
 
   // Everything of a tile from its first scores on, but for the last product. Returns whether that has something to add to.
@@ -540,10 +550,10 @@ struct Consumer {
     int j = work.key_tiles - 1;
     const int unmasked = work.unmasked;
     release_key();
-    if (j >= unmasked) mask_scores(work, j);
-    float factor[2];
-    softmax<true>(factor);
-    pack_probabilities();
+    // On the diagonal the first warpgroup's rows see nothing of the second half, whose scores need no softmax then.
+    const bool sees_half = kCausal && work.diagonal + group * 64 + 63 <= j * Tile::kColumns + Tile::kColumns / 2;
+    if (sees_half) first_softmax<kScores / 2>(work, j);
+    else first_softmax(work, j);
     bool accumulate = kCausal && j >= unmasked && admit_values(work, j, false);
     for (--j; j >= unmasked; --j) accumulate = step<true>(work, j, accumulate);
     for (; j >= 0; --j) accumulate = step<false>(work, j, accumulate);
@@ -553,7 +563,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ T* out_row(const ForwardWork& work, int row) const {
-    return static_cast<T*>(p.out) + work.batch * p.out_batch + work.head * p.out_head + (work.row + row) * p.out_row;
+    return static_cast<T*>(p.out_data) + work.batch * p.out_batch + work.head * p.out_head + (work.row + row) * p.out_row;
   }
   __device__ __forceinline__ float* lse_row(const ForwardWork& work, int row) const {
     return p.lse + work.batch * p.lse_batch + work.head * p.lse_head + (work.row + row) * p.lse_row;
@@ -566,45 +576,53 @@ struct Consumer {
       if (thread % 4 != 0 || row >= work.rows) continue;
       *lse_row(work, row) = row_sum[half] == 0.0f ? -INFINITY : row_max[half] * p.scale + __logf(row_sum[half]);
     }
+    __syncwarp();  // together again for what follows
   }
 
-  // Through shared memory, so that each row leaves in 16-byte pieces.
+  // Each warp sends its own rows on: as a box, or, at the end of a sequence, in 16-byte pieces.
   __device__ __forceinline__ void write_output(const ForwardWork& work) {
-    constexpr int kRowBytes = Tile::kHeadSize * 2, kChunks = kRowBytes / 16;
-    std::uint8_t* staging = memory.out + group * 64 * kRowBytes;
-    int thread = this->thread;
-    asm volatile("" : "+r"(thread));  // or the addresses are computed once, before all tiles, and kept where no register is free
-    named_sync(kWarpgroup + group, 128);  // the tile before has left it
+    int lane = thread % 32;
+    asm volatile("" : "+r"(lane));  // or the addresses are computed once, before all tiles, and kept where no register is free
+    const int warp = __shfl_sync(0xFFFFFFFFu, thread / 32, 0), first = group * 64 + warp * kOutRows;
+    std::uint8_t* staging = memory.out + (group * 4 + warp) * Tile::kPanels * kOutPanelBytes;
+    if (elect_one()) bulk_wait_read();  // the tile before has left it
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kOutputs / 2; ++i) {
-      const int at = thread / 32 * 16 + thread % 32 / 4 + 8 * (i % 2), chunk = i / 2;  // 8 columns = one 16-byte chunk
-      *reinterpret_cast<std::uint32_t*>(staging + at * kRowBytes + ((chunk ^ (at & 7)) * 16) + thread % 4 * 4) =
-          pack(out[2 * i], out[2 * i + 1], T());
+    for (int i = 0; i < kOutputs; i += 8) {
+      const int chunk = i / 4 + lane / 16;  // 8 columns
+      store_matrices(staging + chunk / 8 * kOutPanelBytes + lane % 16 * 128 + ((chunk ^ lane) % 8) * 16,
+                     pack(out[i], out[i + 1], T()), pack(out[i + 2], out[i + 3], T()), pack(out[i + 4], out[i + 5], T()),
+                     pack(out[i + 6], out[i + 7], T()));
     }
-    T* base = out_row(work, group * 64);
-    const int rows = work.rows - group * 64;
-    named_sync(kWarpgroup + group, 128);
-    // All loads before the first store, which the compiler would not do.
-    constexpr int kStep = 128 / kChunks;
-    const int first = thread / kChunks, chunk = thread % kChunks;
-    uint4 values[64 / kStep];
+    const int rows = work.rows - first;
+    if (rows >= kOutRows) {
+      fence_async_proxy();
+      __syncwarp();
+      if (!elect_one()) return;
 #pragma unroll
-    for (int i = 0; i < 64 / kStep; ++i) {
-      const int at = first + i * kStep;
-      values[i] = *reinterpret_cast<const uint4*>(staging + at * kRowBytes + ((chunk ^ (at & 7)) * 16));
+      for (int panel = 0; panel < Tile::kPanels; ++panel)
+        tma_store(&p.out, staging + panel * kOutPanelBytes, panel * kPanelColumns, work.row + first, work.head, work.batch);
+      bulk_commit();
+    } else {
+      __syncwarp();
+      const int chunks = p.D / 8;
+      T* to = out_row(work, first);
+#pragma unroll 1
+      for (int i = lane; i < rows * chunks; i += 32) {
+        const int row = i / chunks, chunk = i % chunks;
+        *reinterpret_cast<uint4*>(to + row * p.out_row + chunk * 8) = *reinterpret_cast<const uint4*>(
+            staging + chunk / 8 * kOutPanelBytes + row * 128 + ((chunk ^ row) % 8) * 16);
+      }
+      __syncwarp();  // before the next tile overwrites what is read here
     }
-    T* to = base + first * p.out_row + chunk * 8;
-    const int limit = chunk * 8 < p.D ? rows - first : 0;
+  }
+
+  __device__ __forceinline__ void sum_rows() {
 #pragma unroll
-    for (int i = 0; i < 64 / kStep; ++i) {
-      if (i * kStep < limit) *reinterpret_cast<uint4*>(to) = values[i];
-      to += kStep * p.out_row;
-    }
+    for (int half = 0; half < 2; ++half) row_sum[half] = quad_sum(row_sum[half]);
   }
 
   __device__ __forceinline__ void normalise() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) row_sum[half] = quad_sum(row_sum[half]);
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) inverse[half] = row_sum[half] == 0.0f ? 0.0f : __fdividef(1.0f, row_sum[half]);
@@ -623,22 +641,24 @@ struct Consumer {
     wgmma_wait<0>();
     while (true) {
       issue_output(run_key_tiles(*work));
-      const auto current_ring = work_ring;
+      const int stage = work_ring.stage;
       work_ring.advance();
       const ForwardWork* next = &take_work();
       const bool is_last = next->key_tiles < 0;
       if (!is_last) await_first_keys();
       issue_scores();
+      sum_rows();
+      write_lse(*work);  // before the fence in write_output, which waits for stores
       wgmma_wait<1>();
       release_value();
       normalise();
-      write_lse(*work);
       write_output(*work);
-      if (thread == 0) memory.work_empty[current_ring.stage].arrive();
+      release_work(stage);
       wgmma_wait<0>();
-      if (is_last) return;
+      if (is_last) break;
       work = next;
     }
+    if (elect_one()) bulk_wait_read();  // shared memory is there no longer than the block
   }
 
   __device__ __forceinline__ void await_first_keys() {
@@ -655,6 +675,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_kernel(co
   auto& memory = *reinterpret_cast<ForwardMemory<Tile>*>(raw);
   // Through a shuffle, so that the compiler knows it is the same in a whole warp.
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (threadIdx.x == 32)
+    for (const CUtensorMap* map : {&p.q, &p.k, &p.v, &p.out}) prefetch_map(map);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kQueryStages; ++stage) {
       memory.query_full[stage].init(1);
@@ -662,7 +684,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_kernel(co
     }
     for (int stage = 0; stage < Tile::kTileStages; ++stage) {
       memory.work_full[stage].init(1);
-      memory.work_empty[stage].init(Tile::kConsumers + (needs_guards<kCausal>(p) ? 1 : 0));
+      memory.work_empty[stage].init(4 * Tile::kConsumers + (needs_guards<kCausal>(p) ? 1 : 0));
     }
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       memory.key_full[stage].init(1);
@@ -672,16 +694,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_kernel(co
       memory.value_empty[stage].init(Tile::kConsumers);
     }
     fence_barrier_init();
-    prefetch_map(&p.q);
-    prefetch_map(&p.k);
-    prefetch_map(&p.v);
   }
   __syncthreads();
   if (warpgroup == 0) {
     lower_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      const unsigned tiles = static_cast<unsigned>(p.row_tiles * p.heads * p.batches);
-      Producer<Tile, kCausal>{p, memory, {tiles > gridDim.x ? &p.schedule[0] : nullptr, tiles}}.produce();
+      Producer<Tile, kCausal>{p, memory}.produce();
     } else if (threadIdx.x >= 32 && needs_guards<kCausal>(p)) {
       guard_values<T, Tile, kCausal>(p, memory);
     }

@@ -24,6 +24,14 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barri
       : "memory");
 }
 
+// Copies a box the other way; what lies outside the tensor is not written. The calling thread's copies since its last commit are a
+// group; see below.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Copies nbytes (a multiple of 16, both addresses aligned to it) from global to shared memory.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t nbytes, Barrier* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),

@@ -38,6 +38,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements to shared memory: register m of lane l holds columns 2 (l % 4) and the next of row l / 4 of
+// matrix m, and lanes 8 m to 8 m + 7 give the addresses of its rows.
+__device__ __forceinline__ void store_matrices(void* row, std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
 // How an operand lies in shared memory; see the note above.
 enum class Major { k = 0, mn = 1 };
 

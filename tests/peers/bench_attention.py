@@ -188,7 +188,8 @@ def summarise(rows):
 
 
 COLOURS = {"heddle": "#c0392b", "cuDNN": "#2e7d32", "FA2": "#1565c0", "bar": "#777777"}
-PANEL, GAP, LEFT, TOP = (210, 150), (18, 44), 46, 46
+LABELS = {"heddle": "heddle", "cuDNN": "cuDNN (PyTorch)", "FA2": "FlashAttention-2 (PyTorch)", "bar": "best known kernel"}
+PANEL, GAP, LEFT, TOP = (210, 150), (18, 44), 58, 70
 
 
 def panel(rows, x, y, title, most):
@@ -221,12 +222,19 @@ def draw(rows, path):
     height = TOP + len(PASSES) * (PANEL[1] + GAP[1])
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
            f'<rect width="{width}" height="{height}" fill="white"/>',
-           f'<text x="{LEFT}" y="16">TFLOP/s against sequence length, bfloat16, 16384 tokens, {torch.cuda.get_device_name()}</text>']
-    for x, name in zip((430, 370, 260, 150), COLOURS):
-        label = {"bar": "best known (bar)", "FA2": "PyTorch flash", "cuDNN": "PyTorch cuDNN"}.get(name, name)
-        out.append(f'<text x="{width - x}" y="16" fill="{COLOURS[name]}" font-weight="bold">{label}</text>')
+           f'<text x="{LEFT}" y="18" font-size="13" font-weight="bold">Attention on one {torch.cuda.get_device_name()}: TFLOP/s against sequence '
+           f'length</text>']
+    x = LEFT
+    for name, label in LABELS.items():
+        dash = 'stroke-dasharray="4 3"' if name == "bar" else ""
+        out.append(f'<line x1="{x}" x2="{x + 22}" y1="34" y2="34" stroke="{COLOURS[name]}" stroke-width="{2.5 if name == "heddle" else 1.5}" {dash}/>')
+        out.append(f'<text x="{x + 28}" y="38">{label}</text>')
+        x += 50 + 6 * len(label)
+    out.append(f'<text x="{width - GAP[0]}" y="38" text-anchor="end" fill="#555">bfloat16, 16384 tokens, 2048 columns</text>')
     for j, which in enumerate(PASSES):
         y = TOP + j * (PANEL[1] + GAP[1])
+        middle = y + PANEL[1] / 2
+        out.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">TFLOP/s</text>')
         for value in range(0, most, 200):
             out.append(f'<text x="{LEFT - 6}" y="{y + PANEL[1] - PANEL[1] * value / most + 4:.1f}" text-anchor="end">{value}</text>')
         for i, (D, causal) in enumerate(columns):

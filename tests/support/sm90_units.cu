@@ -79,6 +79,19 @@ __global__ void box_kernel(const __grid_constant__ CUtensorMap map, int rows, Bo
   for (int i = threadIdx.x; i < rows * 128; i += blockDim.x) out[i] = tile[i];
 }
 
+__global__ void copy_box_kernel(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, int rows, BoxCorner corner) {
+  __shared__ Barrier full;
+  std::uint8_t* const tile = aligned_memory();
+  full.init(1);
+  fence_barrier_init();
+  full.arrive_expect(rows * 128);
+  tma_load(tile, &from, &full, corner.column, corner.row, corner.head, corner.batch);
+  full.wait(0);
+  tma_store(&to, tile, corner.column, corner.row, corner.head, corner.batch);
+  bulk_commit();
+  bulk_wait();
+}
+
 // A dense matrix as the [B, S, H, D] view that tensor_map takes.
 ConstView as_rows(ConstView matrix) {
   const std::int64_t S = matrix.shape[0], D = matrix.shape[1];
@@ -118,6 +131,12 @@ void tma_box(const ConstView& view, int rows, const BoxCorner& corner, const Mut
   HEDDLE_CUDA_CHECK(cudaFuncSetAttribute(box_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
   box_kernel<<<1, kThreads, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(tensor_map(view, rows), rows, corner,
                                                                               out.as<std::uint8_t>());
+  cuda::check_launch("box");
+}
+
+void tma_copy_box(const ConstView& from, const MutView& to, int rows, const BoxCorner& corner, const ExecContext& ctx) {
+  HEDDLE_CUDA_CHECK(cudaFuncSetAttribute(copy_box_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMemory));
+  copy_box_kernel<<<1, 1, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(tensor_map(from, rows), tensor_map(to, rows), rows, corner);
   cuda::check_launch("box");
 }
 

@@ -21,4 +21,7 @@ struct BoxCorner {
 };
 void tma_box(const ConstView& view, int rows, const BoxCorner& corner, const MutView& out, const ExecContext& ctx);
 
+// Copies such a box, through shared memory, to the same place of a view of the same shape.
+void tma_copy_box(const ConstView& from, const MutView& to, int rows, const BoxCorner& corner, const ExecContext& ctx);
+
 }  // namespace heddle::test
