@@ -85,7 +85,7 @@ void backward(const AttentionBackwardArgs& args, void* workspace, const ExecCont
   auto* const memory = static_cast<std::uint8_t*>(workspace);
   auto* const dq_sum = reinterpret_cast<float*>(memory);
   BackwardPlan plan{rows, dq_sum, reinterpret_cast<float*>(memory + at.lse_log2), reinterpret_cast<float*>(memory + at.delta), nullptr, args.dout};
-  if (ctx.deterministic) {
+  if (at.bytes > at.turns) {
     plan.turns = reinterpret_cast<unsigned*>(memory + at.turns);
     HEDDLE_CUDA_CHECK(cudaMemsetAsync(plan.turns, 0, static_cast<std::size_t>(at.bytes - at.turns), static_cast<cudaStream_t>(ctx.stream)));
   }
