@@ -264,7 +264,8 @@ void Adapter::detach(nn::Module& model) const {
 void Adapter::merge(nn::Module& model, Quantised quantised) {
   for (const Slot& slot : slots_)
     HEDDLE_CHECK(quantised == Quantised::decoded || dynamic_cast<const nn::Linear*>(slot.own.get()) != nullptr, "lora: ", slot.name,
-                 " is quantised; merging would decode it to ", slot.own->dense_weight().dtype(), ": ask for that, or keep the adapter beside it");
+                 " is quantised; merging would decode it to ", slot.own->dense_weight().dtype(),
+                 ": ask for that, or keep the adapter beside it");
   detach(model);  // whatever an earlier merge put there
   for (Slot& slot : slots_) slot.merged = slot.adapted->merged();
   fill_slots(model, [](const Slot& slot) -> std::shared_ptr<nn::LinearBase> { return slot.merged; });

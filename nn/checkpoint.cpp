@@ -207,7 +207,7 @@ fs::path save_checkpoint(const fs::path& output_dir, const CausalLM& model, cons
     HEDDLE_CHECK(bad.empty(), printable_path(target), ": not saved, ", bad, " holds NaN or infinity");
   }
   AtomicFolder folder(target);
-  if (adapter) adapter->write_files(folder.path());
+  if (adapter) adapter->write_files(folder.path());  // first: it replaces the folder
   else write_tensors(folder.path() / kWeightsFile, weights);
   write_tensors(folder.path() / kOptimizerFile, moments);
   write_file(folder.path() / kStateFile, state_text(state, adapter ? adapter->base : ""));

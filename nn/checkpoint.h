@@ -32,8 +32,9 @@ struct TrainerState {
 // What a run that trains an adapter keeps of its model: the frozen base is not in its checkpoints.
 struct AdapterState {
   std::vector<NamedTensor> tensors;  // what is trained; kept exactly in optimizer.safetensors, as weight.NAME
-  std::function<void(const std::filesystem::path& folder)> write_files;  // adapter_model.safetensors and what belongs to it, for other programs
-  std::string base;                  // tells bases apart: a run goes on only with the one it began with
+  // Writes adapter_model.safetensors and what belongs to it, which other programs read, as a new folder in place of this one.
+  std::function<void(const std::filesystem::path& folder)> write_files;
+  std::string base;  // tells bases apart: a run goes on only with the one it began with
 };
 
 // Writes output_dir/checkpoint-<state.step>, replacing an older one of that step; returns its path. Throws heddle::Error
@@ -48,8 +49,9 @@ std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, c
 TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer,
                              const std::optional<AdapterState>& adapter = std::nullopt);
 
-// Restores the weights alone from a model.safetensors, with the same errors; of another dtype only where `dtypes` lets them be converted. With a tied head the file may hold the
-// embedding once, or also as lm_head.weight with equal values; with an untied head lm_head.weight must be there.
+// Restores the weights alone from a model.safetensors, with the same errors; weights of another floating dtype are converted where
+// `dtypes` allows it. With a tied head the file may hold the embedding once, or also as lm_head.weight with equal values; with an
+// untied head lm_head.weight must be there.
 enum class Dtypes { equal, converted };
 void load_weights(const std::filesystem::path& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal);
 
