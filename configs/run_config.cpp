@@ -62,15 +62,18 @@ std::vector<nn::Conflict> conflicts(const RunConfig& c) {
   return out;
 }
 
-// Takes the model from the config of the base, so that the file need not give it.
-void read_base(RunConfig& config, nn::TransformerConfig& base_model, SectionFields& model, YamlReader& reader) {
+// Takes the model from the config of the base, so that the file need not give it. False if there is no such base.
+bool read_base(RunConfig& config, nn::TransformerConfig& base_model, SectionFields& model, YamlReader& reader) {
   for (nn::Field& field : model.fields) field.rule.required = false;
   try {
     const std::filesystem::path folder = nn::open_weights(*config.base);
     base_model = load_run_config((folder / "config.yaml").string(), {"base=null"}).model;
     config.model = base_model;
+    return true;
   } catch (const Error& error) {
-    reader.refuse(nn::BadValue("base", "a checkpoint or the output folder of a run", concat_text(nn::quoted_text(*config.base), " (", error.what(), ")")));
+    const std::string got = concat_text(nn::quoted_text(*config.base), " (", error.what(), ")");
+    reader.refuse(nn::BadValue("base", "a checkpoint or the output folder of a run", got));
+    return false;
   }
 }
 
@@ -118,7 +121,7 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   reader.read("", all.back().fields);  // the base gives the model's defaults
   all.pop_back();
   nn::TransformerConfig base_model;
-  if (config.base) read_base(config, base_model, all.front(), reader);
+  const bool has_model = !config.base || read_base(config, base_model, all.front(), reader);
   for (const SectionFields& section : all) {
     reader.read(section.name, section.fields);
     if (section.name == "model") config.data.sequence_length = config.model.max_position_embeddings;
@@ -126,12 +129,13 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   if (!has_lora) config.lora.reset();
   reader.check("model", nn::conflicts(config.model));
   reader.check("train", nn::conflicts(config.train));
-  reader.check("", conflicts(config));
+  if (has_model) reader.check("", conflicts(config));
   std::vector<RunCheck> all_checks = {{{"", "model"}, [&](const RunConfig& run) { check_model_of_base(run, base_model); }},
                                       {{"", "model", "lora"}, check_lora}};
   all_checks.insert(all_checks.end(), checks.begin(), checks.end());
   for (const RunCheck& check : all_checks) {
-    if (std::ranges::any_of(check.sections, [&](const std::string& section) { return reader.has_mistake(section); })) continue;
+    const auto is_unknown = [&](const std::string& section) { return reader.has_mistake(section) || (section == "model" && !has_model); };
+    if (std::ranges::any_of(check.sections, is_unknown)) continue;
     try {
       check.run(config);
     } catch (const nn::BadValue& value) {

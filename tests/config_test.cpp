@@ -13,6 +13,7 @@
 #include "nn/atomic_file.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
+#include "tests/support/error_of.h"
 #include "tests/support/temp_folder.h"
 
 namespace heddle::config {
@@ -402,6 +403,13 @@ TEST_F(Config, MistakesOfFineTuningAreAllReported) {
             "--set lora.lora_dropout: expected number in [0, 1), got 1\n"
             "--set lora.init_lora_weights: expected one of true, gaussian, pissa, got \"olora\"\n"
             "--set lora.lora_alhpa: expected a known key, got \"lora_alhpa\"; did you mean lora_alpha?");
+}
+
+TEST_F(Config, ChecksOfTheModelWaitForItsBase) {
+  const std::string path = write(kFineTune);
+  const RunCheck of_model = {{"model", "data"}, [](const RunConfig&) { throw nn::BadValue("data.files", "another", "this"); }};
+
+  EXPECT_EQ(test::error_of([&] { load_run_config(path, {}, {of_model}); }), mistakes(path));
 }
 
 TEST_F(Config, ResumeRefusesAnotherAdapter) {
