@@ -19,19 +19,21 @@ int run_merge(const MergeCommand& command) {
     throw nn::BadValue("--output", "a folder that does not exist yet", nn::quoted_text(nn::printable(command.output)));
   nn::AtomicFolder out(command.output);  // before the work, so that a folder that cannot be written is known first
   const fs::path folder = nn::open_weights(command.base);
-  const config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
+  config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
+  const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
+  run.train.precision = nn::Precision::fp32;
   nn::CausalLM model = make_model(run, kCpu);
-  nn::load_weights(folder / "model.safetensors", model);
+  nn::load_weights(folder / "model.safetensors", model, nn::Dtypes::converted);
   lora::Adapter adapter = lora::load_adapter(nn::open_adapter(command.adapter), model);
   adapter.merge(model);
 
-  nn::save_weights(out.path() / "model.safetensors", model);
+  nn::save_weights(out.path() / "model.safetensors", model, dtype);
   nn::write_file(out.path() / "config.yaml", nn::read_file(folder / "config.yaml"));
   out.commit();
   std::size_t layers = 0;
   for (const lora::AdaptedLayer& layer : adapter.layers()) layers += layer.names.size();
   std::cout << "merged " << layers << " layers into " << nn::printable(command.output) << ": summed in float32, rounded to "
-            << model.parameters().front().tensor.dtype() << ", to nearest even\n";
+            << dtype << ", to nearest even\n";
   return 0;
 }
 

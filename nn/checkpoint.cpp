@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "autograd/grad_mode.h"
+#include "autograd/ops.h"
 #include "nn/atomic_file.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
@@ -236,10 +237,12 @@ void load_weights(const fs::path& file, const CausalLM& model, Dtypes dtypes) {
   restore.commit(file);
 }
 
-void save_weights(const fs::path& file, const CausalLM& model) {
-  const std::string bad = first_nonfinite(model.parameters());
+void save_weights(const fs::path& file, const CausalLM& model, DType dtype) {
+  std::vector<NamedTensor> weights = model.parameters();
+  for (NamedTensor& weight : weights) weight.tensor = cast(weight.tensor.detach(), dtype);
+  const std::string bad = first_nonfinite(weights);
   HEDDLE_CHECK(bad.empty(), printable_path(file), ": not saved, ", bad, " holds NaN or infinity");
-  write_tensors(file, model.parameters());
+  write_tensors(file, weights);
 }
 
 std::vector<Checkpoint> find_checkpoints(const fs::path& output_dir, std::ostream* warnings) {

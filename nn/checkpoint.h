@@ -55,8 +55,9 @@ TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM
 enum class Dtypes { equal, converted };
 void load_weights(const std::filesystem::path& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal);
 
-// Writes such a file, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or infinity.
-void save_weights(const std::filesystem::path& file, const CausalLM& model);
+// Writes such a file with weights of `dtype`, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or
+// infinity.
+void save_weights(const std::filesystem::path& file, const CausalLM& model, DType dtype);
 
 struct Checkpoint {
   std::filesystem::path folder;

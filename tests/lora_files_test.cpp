@@ -341,7 +341,7 @@ TEST(AdapterFile, AMergedCheckpointHoldsTheMergedWeightsAfterTheModelIsUnmerged)
   const auto adapted = logits_with(adapter, *model);
 
   adapter.merge(*model);
-  nn::save_weights(out / "model.safetensors", *model);
+  nn::save_weights(out / "model.safetensors", *model, DType::f32);
   adapter.detach(*model);
   nn::load_weights(out / "model.safetensors", *again);
 

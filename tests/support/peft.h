@@ -14,6 +14,8 @@ namespace heddle::test {
 
 inline const std::vector<std::string> kPeftCases = {"gpt2_plain",   "gpt2_rslora", "gpt2_dora",      "llama_plain",
                                                     "llama_rslora", "llama_dora",  "llama_loraplus", "llama_patterns"};
+// Saved with the A and B of PiSSA, without PEFT's conversion.
+inline const std::vector<std::string> kPissaCases = {"gpt2_pissa", "llama_pissa"};
 inline const char* const kPeftFile = HEDDLE_SOURCE_DIR "/tests/data/lora.safetensors";
 
 inline bool is_llama_case(const std::string& name) { return name.starts_with("llama"); }

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "autograd/grad_mode.h"
@@ -31,13 +33,15 @@ struct Steps {
   std::vector<double> losses, grad_norms, learning_rates;
 };
 
-inline Steps train_twenty_steps(const nn::CausalLM& model, const nn::Batch& batch) {
+inline Steps train_twenty_steps(const nn::CausalLM& model, const nn::Batch& batch,
+                                std::function<double(const nn::NamedTensor&)> rate_scale = {}) {
   nn::TrainConfig train;
   train.learning_rate = 1e-2;
   train.min_learning_rate = 1e-3;
   train.warmup_steps = 4;
   train.max_steps = 20;
-  nn::AdamW optimizer(model.trainable_parameters(), {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1});
+  nn::AdamW optimizer(model.trainable_parameters(),
+                      {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .rate_scale = std::move(rate_scale)});
   Steps run;
   for (std::int64_t step = 0; step < train.max_steps; ++step) {
     const nn::WindowLoss loss = nn::accumulate_window(model, {&batch, 1}, nullptr);
