@@ -14,7 +14,7 @@ namespace heddle::lora {
 // GPT-2's c_attn is one layer there, with one A and one B. Adapters of q_proj, k_proj and v_proj by themselves become one of the sum
 // of their ranks: their A lie one after another, their B on the diagonal of a B that is zero elsewhere. Where their scales differ, the
 // ratio to the first goes into B. PiSSA, whose base is not the model's, is written as plain LoRA of twice the rank: what has been learned
-// beside the model's own weights. The metadata of the tensors hold the ranks, so that reading takes them apart again, and a
+// beside the model's own weights, as PEFT converts it on request; what it writes otherwise is read as well. The metadata of the tensors hold the ranks, so that reading takes them apart again, and a
 // fingerprint of the base. PEFT does not look at metadata; an adapter without a fingerprint is taken to fit.
 
 // Writes the folder, replacing an older one (Note: Safe writing, nn/atomic_file.h). The model is the adapter's, in any state but merged;

@@ -32,8 +32,8 @@ const char* const kDefaults = R"({
 const std::set<std::string> kNotes = {"auto_mapping", "base_model_name_or_path", "eva_config", "fan_in_fan_out", "inference_mode",
                                       "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"};
 
-// Ways to fill a new adapter that leave the base as it is.
-const std::set<std::string> kInits = {"true", "false", "gaussian", "eva", "orthogonal"};
+// Ways to fill a new adapter that leave the base as it is, and "pissa", whose base can be made again.
+const std::set<std::string> kInits = {"true", "false", "gaussian", "eva", "orthogonal", "pissa"};
 
 // Reads the keys of one file; every error names the file.
 class Reader {

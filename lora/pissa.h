@@ -10,8 +10,8 @@ struct PrincipalPart {
   Tensor b;  // [out, r] U sqrt(S / scale)
 };
 
-// Halko, Martinsson and Tropp 2011: 32 rounds of subspace iteration on 2 r + 8 vectors from a fixed seed, then Jacobi's rotations. What is
-// found is exact to rounding where the spectrum falls off behind 2 r + 8, and nearly the largest part of the matrix where it does not.
+// Exact to rounding, as PEFT's: its A and B are made for the same rest of the weight. Rows of a and columns of b beyond the size of the
+// matrix are zero.
 PrincipalPart principal_part(const Tensor& weight, std::int64_t r, double scale);
 
 }  // namespace heddle::lora

@@ -85,6 +85,7 @@ void edit_config(const fs::path& folder, const json& change) {
 }
 
 class PeftFolder : public testing::TestWithParam<std::string> {};
+class PeftLogits : public testing::TestWithParam<std::string> {};
 
 TEST_P(PeftFolder, IsTheSameAfterLoadingAndSaving) {
   const TempFolder out;
@@ -102,7 +103,7 @@ TEST_P(PeftFolder, IsTheSameAfterLoadingAndSaving) {
 }
 
 // A logit is up to 10 and the end of some 20 sums of at most 96 terms, in other orders than PyTorch's.
-TEST_P(PeftFolder, GivesPeftsLogits) {
+TEST_P(PeftLogits, AreThoseOfTheLoadedAdapter) {
   const auto base = peft_base(GetParam());
   const SafetensorsFile stored(test::kPeftFile), run(test::peft_base_file(GetParam()));
   const Adapter adapter = load_adapter(peft_adapter(GetParam()), *base);
@@ -114,6 +115,27 @@ TEST_P(PeftFolder, GivesPeftsLogits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, PeftFolder, testing::ValuesIn(test::kPeftCases), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, PeftLogits, testing::ValuesIn(test::kPeftCases), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Pissa, PeftLogits, testing::ValuesIn(test::kPissaCases), [](const auto& info) { return info.param; });
+
+TEST(PissaFolder, IsWrittenAsPlainLoraOfTwiceTheRank) {
+  for (const std::string& name : test::kPissaCases) {
+    const TempFolder out;
+    const auto model = peft_base(name);
+    const Adapter adapter = load_adapter(peft_adapter(name), *model);
+    save_adapter(out / "a", *model, adapter, "");
+
+    const json config = json::parse(nn::read_file(out / "a" / kConfig));
+    EXPECT_EQ(config["r"], 6);
+    EXPECT_EQ(config["rank_pattern"], json::object());
+    EXPECT_EQ(config["init_lora_weights"], true);
+    const Adapter plain = load_adapter(out / "a", *model);
+    EXPECT_FALSE(plain.layers()[0].initial_a.defined());
+    const auto expected = logits_with(adapter, *model), actual = logits_with(plain, *model);
+    // Logits below 10 from float32 weights that were split and summed again.
+    for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(actual[i], expected[i], 1e-5) << name;
+  }
+}
 
 TEST(AdapterFile, AdaptersFromFilesTakeTurnsBitForBit) {
   const auto model = peft_base("llama_plain");

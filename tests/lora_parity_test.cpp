@@ -64,9 +64,8 @@ TEST_P(PeftParity, TwentyStepsGiveItsLossesAndItsAdapter) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, PeftParity,
-                         testing::ValuesIn(test::kPeftCases),
-                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(, PeftParity, testing::ValuesIn(test::kPeftCases), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Pissa, PeftParity, testing::ValuesIn(test::kPissaCases), [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace heddle::lora

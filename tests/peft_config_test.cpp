@@ -113,7 +113,7 @@ TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
       {{{"bias", "all"}}, "bias is \"all\"; adapters with this option cannot be used here"},
       {{{"modules_to_save", {"lm_head"}}}, "modules_to_save is [\"lm_head\"]; adapters with this option cannot be used here"},
       {{{"use_new_thing", true}}, "use_new_thing is true; adapters with this option cannot be used here"},
-      {{{"init_lora_weights", "pissa"}}, "init_lora_weights is pissa, which changes the base; save the adapter as plain LoRA"},
+      {{{"init_lora_weights", "olora"}}, "init_lora_weights is olora, which changes the base; save the adapter as plain LoRA"},
   };
   for (const auto& [change, message] : cases) {
     json in = least();
