@@ -90,6 +90,7 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
   const Outcome adapted = heddle("generate --model " + base.string() + " --adapter " + run.string() + end);
   const Outcome merge = heddle("merge --base " + base.string() + " --adapter " + run.string() + " --output " + merged.string());
   const Outcome generated = heddle("generate --model " + merged.string() + end);
+  const Outcome again = heddle("merge --base " + base.string() + " --adapter " + run.string() + " --output " + merged.string());
 
   ASSERT_EQ(trained.exit_code, 0) << trained.output;
   EXPECT_NE(trained.output.find(" %)\n"), std::string::npos) << trained.output;  // "..., N of them trainable (P %)"
@@ -101,6 +102,8 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
   EXPECT_EQ(adapted.exit_code, 0) << adapted.output;
   EXPECT_EQ(merge.exit_code, 0) << merge.output;
   EXPECT_EQ(generated.exit_code, 0) << generated.output;
+  EXPECT_EQ(again.exit_code, 2);
+  EXPECT_EQ(again.output, "heddle: --output: expected a folder that does not exist yet, got \"" + merged.string() + "\"\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(Examples, FineTuning, testing::Values("tiny", "arithmetic"), [](const auto& info) { return info.param; });
