@@ -352,14 +352,19 @@ std::string base_fingerprint(const nn::CausalLM& model) {
       hash ^= hash >> 32;
     }
   };
-  for (const auto& [name, tensor] : model.parameters()) {
-    if (name.find(".lora_") != std::string::npos) continue;
-    std::string own = name;
-    if (const std::size_t at = own.find(kBaseLayer); at != std::string::npos) own.erase(at, kBaseLayer.size());
-    const std::string head = concat_text(own, " ", tensor.shape());
+  const auto mix_tensor = [&mix](std::string name, const Tensor& tensor) {
+    if (const std::size_t at = name.find(kBaseLayer); at != std::string::npos) name.erase(at, kBaseLayer.size());
+    const std::string head = concat_text(name, " ", tensor.shape());
     const Tensor values = contiguous(cast(tensor.detach(), DType::bf16)).to(kCpu);
     mix(head.data(), head.size());
     mix(values.view().data, static_cast<std::size_t>(values.nbytes()));
+  };
+  for (const auto& [name, tensor] : model.parameters())
+    if (name.find(".lora_") == std::string::npos) mix_tensor(name, tensor);
+  for (const auto& [name, module] : model.modules()) {
+    const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get());
+    if (layer == nullptr || dynamic_cast<const nn::Linear*>(layer) != nullptr || dynamic_cast<const LoraLinear*>(layer) != nullptr) continue;
+    mix_tensor(name, layer->dense_weight());
   }
   std::string out(16, '0');
   for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];

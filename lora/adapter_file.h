@@ -26,7 +26,8 @@ void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model
 // the model ask for, or of another dtype than float32, bfloat16 or float16: all are named.
 Adapter load_adapter(const std::filesystem::path& folder, nn::CausalLM& model);
 
-// 16 hexadecimal digits from the names, shapes and values of all parameters but those of adapters. Values count as rounded to bfloat16,
+// 16 hexadecimal digits from the names, shapes and values of all parameters but those of adapters, and of the decoded weights of layers
+// that keep them in another form: a quantised base is another one than it was made from. Values count as rounded to bfloat16,
 // so that a base and its 16-bit copy are one; others are told apart but for one chance in 2^64. Not made against forgery.
 std::string base_fingerprint(const nn::CausalLM& model);
 

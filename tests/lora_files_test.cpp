@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "autograd/grad_mode.h"
+#include "autograd/ops.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
 #include "nn/safetensors.h"
@@ -389,6 +390,34 @@ TEST(BaseFingerprint, IsThatOfTheBaseAlsoIn16Bits) {
   for (std::size_t i = 0; i < copy.parameters().size(); ++i) copy.parameters()[i].tensor.copy_(model.parameters()[i].tensor);
 
   EXPECT_EQ(base_fingerprint(copy), base_fingerprint(model));
+}
+
+// A layer whose weight is no parameter, as a quantised one.
+class CodedLinear final : public nn::LinearBase {
+ public:
+  explicit CodedLinear(const Tensor& weight) : weight_(weight) {}
+  Tensor forward(const Tensor& x, Generator* = nullptr) const override { return linear(x, weight_); }
+  std::int64_t in_features() const override { return weight_.size(1); }
+  std::int64_t out_features() const override { return weight_.size(0); }
+  Tensor dense_weight() const override { return weight_; }
+  const Tensor& bias() const override { return bias_; }
+
+ private:
+  Tensor weight_, bias_;
+};
+
+TEST(BaseFingerprint, SeesWeightsThatAreNoParametersAlsoUnderAnAdapter) {
+  CausalLM model = tiny_model(tiny_config());
+  const auto fingerprint_with = [&](double value) {
+    model.replace_child("model.layers.1.self_attn.o_proj", std::make_shared<CodedLinear>(Tensor::full({12, 12}, value)));
+    return base_fingerprint(model);
+  };
+
+  const std::string ones = fingerprint_with(1), twos = fingerprint_with(2);
+  random_adapter(model, {.target_modules = {"o_proj"}}).attach(model);
+
+  EXPECT_NE(ones, twos);
+  EXPECT_EQ(base_fingerprint(model), twos);
 }
 
 TEST(BaseFingerprint, SeesTheSignsOfTwoWeights) {
