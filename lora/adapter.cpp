@@ -76,7 +76,7 @@ void check_patterns(const char* key, const nn::ByName<Value>& patterns, const st
 // Hands out dense tensors that lie one after another in memory.
 class Pool {
  public:
-  Pool(std::int64_t size, const Tensor& like) : memory_(Tensor::empty({size}, like.dtype(), like.device())) {}
+  Pool(std::int64_t size, DType dtype, Device device) : memory_(Tensor::empty({size}, dtype, device)) {}
   Tensor take(const Shape& shape) {
     const std::int64_t start = std::exchange(used_, used_ + shape.numel());
     return memory_.alias(shape, contiguous_strides(shape), start);
@@ -181,7 +181,9 @@ std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const
   return out;
 }
 
-Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator) : config_(config) {
+Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator,
+                 std::optional<DType> dtype)
+    : config_(config) {
   HEDDLE_CHECK(!plan.empty(), "lora: there is no layer to adapt");
   const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
   const auto layer = [&](const std::string& name) {
@@ -200,7 +202,9 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
     }
   }
   const bool is_pissa = config.init_lora_weights == InitLoraWeights::pissa;
-  Pool as(a_size, like), bs(b_size, like), residuals(is_pissa ? weight_size : 0, like);
+  const DType factor_dtype = dtype.value_or(like.dtype());
+  Pool as(a_size, factor_dtype, like.device()), bs(b_size, factor_dtype, like.device());
+  Pool residuals(is_pissa ? weight_size : 0, like.dtype(), like.device());
   for (const LayerPlan& item : plan) {
     std::vector<std::shared_ptr<nn::LinearBase>> parts;
     std::int64_t rows = 0;
@@ -212,7 +216,7 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
     std::vector<std::shared_ptr<nn::LinearBase>> residual(parts.size());
     if (is_pissa) residual = take_principal_part(out, parts, residuals);
     else initialise(out, config, generator);
-    if (config.use_dora) out.magnitude = row_norms(parts);
+    if (config.use_dora) out.magnitude = cast(row_norms(parts), factor_dtype);
     std::int64_t row = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const std::int64_t end = row + parts[i]->out_features();

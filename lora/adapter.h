@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,9 +46,10 @@ enum class Quantised { refused, decoded };
 // what its slots hold, so several adapters can take turns on one model, and each time it computes the same bits again.
 class Adapter {
  public:
-  // Freezes every parameter of the model, then makes the factors of the planned layers, each in the layer's dtype, from `generator`. A
-  // of layers that follow each other lie one after another in memory. Nothing is attached yet.
-  Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator);
+  // Freezes every parameter of the model, then makes the factors of the planned layers from `generator`, in the layers' dtype or the
+  // given one (LoraFactors). A of layers that follow each other lie one after another in memory. Nothing is attached yet.
+  Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator,
+          std::optional<DType> dtype = std::nullopt);
 
   const LoraConfig& config() const { return config_; }
   const std::vector<AdaptedLayer>& layers() const { return layers_; }

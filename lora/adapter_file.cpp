@@ -217,6 +217,9 @@ class TensorReader {
   std::string problems_;
 };
 
+// Whether a dtype holds the float32 values of x, which may be undefined.
+bool holds(DType dtype, const Tensor& x) { return !x.defined() || cast(cast(x, dtype), DType::f32).to_doubles() == x.to_doubles(); }
+
 // What is to be made of an adapter's file: plans, and the values of their factors.
 struct Contents {
   std::vector<LayerPlan> plans;
@@ -328,8 +331,12 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
                  config.base_model_name_or_path.empty() ? "not recorded" : nn::printable(config.base_model_name_or_path));
   }
   const Contents contents = read_contents(file, config, hf_layers(model), folder);
+  const DType own = model.parameters().front().tensor.dtype();
+  const bool is_exact = std::ranges::all_of(contents.values, [own](const FileLayer& value) {
+    return holds(own, value.a) && holds(own, value.b) && holds(own, value.magnitude);
+  });
   Generator generator{0};
-  Adapter out(model, contents.plans, lora_config(config), generator);
+  Adapter out(model, contents.plans, lora_config(config), generator, is_exact ? own : DType::f32);
   for (std::size_t i = 0; i < contents.values.size(); ++i) {
     const AdaptedLayer& layer = out.layers()[i];
     layer.a.copy_(contents.values[i].a);

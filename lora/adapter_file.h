@@ -21,9 +21,10 @@ namespace heddle::lora {
 // `base_path` is recorded as where it came from. Throws heddle::Error without writing if a factor holds NaN or infinity.
 void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path);
 
-// The adapter of a folder for a model without one attached, with factors in the dtypes of its layers. Throws heddle::Error, and the model is unchanged, if it was trained on
-// another base, touches no layer, or has tensors that are missing, unexpected, not finite, of another shape than its config and
-// the model ask for, or of another dtype than float32, bfloat16 or float16: all are named.
+// The adapter of a folder for a model without one attached. Factors have the model's dtype where that holds all of them exactly, as it does
+// what was trained in it, else float32. Throws heddle::Error, and the model is unchanged, if the adapter was trained on another base,
+// touches no layer, or has tensors that are missing, unexpected, not finite, of another shape than its config and the model ask for, or
+// of another dtype than float32, bfloat16 or float16: all are named.
 Adapter load_adapter(const std::filesystem::path& folder, nn::CausalLM& model);
 
 // 16 hexadecimal digits from the names, shapes and values of all parameters but those of adapters, and of the decoded weights of layers

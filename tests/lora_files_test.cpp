@@ -317,7 +317,23 @@ TEST(AdapterFile, SixteenBitFactorsAreWrittenAsFloat32AndReadBackExactly) {
 
     const SafetensorsFile file(out / "a" / kTensors);
     for (const std::string& name : file.names()) EXPECT_EQ(file.info(name).dtype, "F32") << name;
-    EXPECT_EQ(test::values_of(load_adapter(out / "a", model).parameters()), test::values_of(adapter.parameters()));
+    const Adapter again = load_adapter(out / "a", model);
+    EXPECT_EQ(again.layers()[0].a.dtype(), DType::bf16);
+    EXPECT_EQ(test::values_of(again.parameters()), test::values_of(adapter.parameters()));
+  }
+}
+
+TEST(AdapterFile, Float32FactorsOfA16BitModelStayWhatTheyAre) {
+  for (const std::string name : {"gpt2_plain", "llama_dora"}) {
+    const TempFolder out;
+    const auto model = peft_base(name, {.dtype = DType::bf16});
+    const Adapter adapter = load_adapter(peft_adapter(name), *model);
+
+    save_adapter(out / "a", *model, adapter, "");
+
+    EXPECT_EQ(adapter.layers()[0].b.dtype(), DType::f32);
+    EXPECT_NE(logits_with(adapter, *model), logits(*model));
+    expect_same_tensors(out / "a" / kTensors, peft_adapter(name) / kTensors);
   }
 }
 
