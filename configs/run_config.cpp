@@ -105,6 +105,7 @@ std::vector<SectionFields> sections(RunConfig& config) {
       {"attention", fields(config.attention)},
   };
   if (config.lora) out.push_back({"lora", fields(*config.lora)});
+  if (config.quantize) out.push_back({"quantize", fields(*config.quantize)});
   out.push_back({"", {{"base", &config.base, {}},
                       {"device", &config.device, {.form = "auto, cpu, cuda or cuda:N", .accepts = is_device_name}}}});
   return out;
@@ -117,6 +118,7 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   YamlReader reader(path, overrides);
   const bool has_lora = reader.has_section("lora");
   config.lora.emplace();
+  if (reader.has_section("quantize")) config.quantize.emplace();
   std::vector<SectionFields> all = sections(config);
   reader.read("", all.back().fields);  // the base gives the model's defaults
   all.pop_back();
@@ -190,7 +192,8 @@ ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run) {
     if (was == is || is_among(kFreeOnResume, name)) continue;
     const bool is_of_model = name.starts_with("model.") && !is_among(kDropout, name);
     const bool is_of_adapter = name.starts_with("lora.") && !is_among(kFreeOfAdapter, name);
-    (is_of_model || is_of_adapter || name == "train.precision" ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
+    const bool is_of_base = name.starts_with("quantize.") || name == "train.precision";
+    (is_of_model || is_of_adapter || is_of_base ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
   }
   return out;
 }

@@ -8,6 +8,7 @@
 #include "lora/lora_config.h"
 #include "nn/train_config.h"
 #include "nn/transformer_config.h"
+#include "quant/quant_config.h"
 
 namespace heddle::config {
 
@@ -19,6 +20,7 @@ struct RunConfig {
   nn::AttentionConfig attention;
   std::optional<std::string> base;       // the checkpoint whose weights training starts from, and whose model it is
   std::optional<lora::LoraConfig> lora;  // with it the base is frozen and an adapter is trained
+  std::optional<quant::QuantConfig> quantize;  // with it the Linear weights of the base are frozen in few bits
   std::string device = "auto";  // auto, cpu, cuda or cuda:N
 
   friend bool operator==(const RunConfig&, const RunConfig&) = default;
@@ -30,7 +32,7 @@ struct SectionFields {
   std::vector<nn::Field> fields;
 };
 
-// Every key of a config file, in the order in which they are written; those of lora only where there is one. The fields point into
+// Every key of a config file, in the order in which they are written; those of lora and quantize only where there is one. The fields point into
 // `config`.
 std::vector<SectionFields> sections(RunConfig& config);
 

@@ -13,6 +13,7 @@ void add_train_command(CLI::App& app, int& exit_code, const std::string& program
 void add_generate_command(CLI::App& app, int& exit_code);
 void add_merge_command(CLI::App& app, int& exit_code);
 void add_gradcheck_command(CLI::App& app, int& exit_code);
+void add_quantize_command(CLI::App& app, int& exit_code);
 void add_attention_command(CLI::App& app, int& exit_code);
 void add_bench_attention_command(CLI::App& app, int& exit_code);
 void add_bench_train_command(CLI::App& app, int& exit_code);

@@ -28,7 +28,7 @@ int run_generate(const GenerateCommand& command) {
   const Device device = choose_attention_device(command.device, attention_problem(run), kPasses, run.attention.kernel);
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
-  nn::load_weights(folder / "model.safetensors", model);
+  load_model_weights(folder, run, model);
   if (!command.adapter.empty()) lora::load_adapter(nn::open_adapter(command.adapter), model).attach(model);
   model.eval();
 

@@ -15,7 +15,7 @@ constexpr int kRunFailure = 1;
 constexpr int kUsageError = 2;
 
 int run(int argc, char** argv) {
-  CLI::App app("heddle: train small transformers, check gradients, run and measure attention", "heddle");
+  CLI::App app("heddle: train and quantise small transformers, check gradients, run and measure attention", "heddle");
   app.set_version_flag("--version", "heddle " HEDDLE_VERSION);
   app.require_subcommand(1);
   app.footer("Example: heddle train configs/tiny.yaml");
@@ -24,6 +24,7 @@ int run(int argc, char** argv) {
   heddle::examples::add_train_command(app, exit_code, argv[0]);
   heddle::examples::add_generate_command(app, exit_code);
   heddle::examples::add_merge_command(app, exit_code);
+  heddle::examples::add_quantize_command(app, exit_code);
   heddle::examples::add_gradcheck_command(app, exit_code);
   heddle::examples::add_attention_command(app, exit_code);
   heddle::examples::add_bench_attention_command(app, exit_code);

@@ -5,6 +5,7 @@
 #include "lora/adapter_file.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
+#include "quant/quantize_model.h"
 
 namespace heddle::examples {
 namespace {
@@ -12,6 +13,13 @@ namespace {
 struct MergeCommand {
   std::string base, adapter, output;
 };
+
+// The config of the same model with its weights in bfloat16 again.
+config::RunConfig dense_config(config::RunConfig run) {
+  run.quantize.reset();
+  run.train.precision = nn::Precision::bf16;
+  return run;
+}
 
 int run_merge(const MergeCommand& command) {
   namespace fs = std::filesystem;
@@ -23,17 +31,21 @@ int run_merge(const MergeCommand& command) {
   const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
   run.train.precision = nn::Precision::fp32;
   nn::CausalLM model = make_model(run, kCpu);
-  nn::load_weights(folder / "model.safetensors", model, nn::Dtypes::converted);
+  const bool is_quantized = load_model_weights(folder, run, model, nn::Dtypes::converted);
   lora::Adapter adapter = lora::load_adapter(nn::open_adapter(command.adapter), model);
-  adapter.merge(model);
+  adapter.merge(model, is_quantized ? lora::Quantised::decoded : lora::Quantised::refused);
+  quant::dequantize_model(model);
 
-  nn::save_weights(out.path() / "model.safetensors", model, dtype);
-  nn::write_file(out.path() / "config.yaml", nn::read_file(folder / "config.yaml"));
+  nn::save_weights(out.path() / "model.safetensors", model, is_quantized ? DType::bf16 : dtype);
+  nn::write_file(out.path() / "config.yaml", is_quantized ? config::to_yaml(dense_config(run)) : nn::read_file(folder / "config.yaml"));
   out.commit();
   std::size_t layers = 0;
   for (const lora::AdaptedLayer& layer : adapter.layers()) layers += layer.names.size();
   std::cout << "merged " << layers << " layers into " << nn::printable(command.output) << ": summed in float32, rounded to "
-            << dtype << ", to nearest even\n";
+            << (is_quantized ? DType::bf16 : dtype) << ", to nearest even\n";
+  if (run.quantize)
+    std::cout << "the base was quantised, the merged weights are not; to quantise them again: "
+              << quant::summary(quant::quantize_model(model, *run.quantize)) << '\n';
   return 0;
 }
 

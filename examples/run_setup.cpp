@@ -9,6 +9,10 @@
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
 #include "nn/checkpoint.h"
+#include "nn/posix_file.h"
+#include "quant/quant_file.h"
+#include "quant/quant_linear.h"
+#include "quant/quantize_model.h"
 
 namespace heddle::examples {
 namespace {
@@ -33,6 +37,12 @@ void check_kernel_name(const std::string& kernel) {
     names.append(", ").append(variant.name);
   }
   if (!is_known) throw nn::BadValue("attention.kernel", "one of " + names, nn::quoted_text(kernel));
+}
+
+void check_trains_weights(const config::RunConfig& run) {
+  if (run.quantize && !run.lora)
+    throw nn::BadValue("quantize.format", "a section lora beside it: quantised weights are frozen, and without an adapter every weight is trained",
+                       std::string(name_of(run.quantize->format)));
 }
 
 Device choose_training_device(const config::RunConfig& run) {
@@ -72,6 +82,7 @@ TrainingSetup load_training(const std::string& path, const std::vector<std::stri
                             std::vector<config::RunCheck> checks) {
   TrainingSetup out;
   checks.push_back({{""}, [](const auto& run) { choose_device(run.device); }});
+  checks.push_back({{"quantize"}, [](const auto& run) { check_trains_weights(run); }});
   checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
   checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
   checks.push_back({{"model", "data"}, [&](const auto& run) {
@@ -98,15 +109,39 @@ nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
 }
 
+bool load_model_weights(const std::filesystem::path& folder, const config::RunConfig& run, nn::CausalLM& model, nn::Dtypes dtypes) {
+  if (!quant::has_quantized(folder)) {
+    nn::load_weights(folder / "model.safetensors", model, dtypes);
+    return false;
+  }
+  const QuantCompute compute = run.quantize.value_or(quant::QuantConfig{}).compute;
+  for (const std::string& name : quant::load_quantized(folder, model, compute))
+    std::cerr << "heddle: not used: " << nn::printable(name) << ", a scale of activations\n";
+  for (const auto& [name, module] : model.modules()) {
+    const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module);
+    if (layer == nullptr) continue;
+    std::cerr << "heddle: " << quant::describe_products(layer->weight().spec(), compute, model.device(), model_dtype(run)) << '\n';
+    break;
+  }
+  return true;
+}
+
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model) {
   if (!run.base) return std::nullopt;
-  nn::load_weights(nn::open_weights(*run.base) / "model.safetensors", model, nn::Dtypes::converted);
+  const bool is_quantized = load_model_weights(nn::open_weights(*run.base), run, model, nn::Dtypes::converted);
+  HEDDLE_CHECK(!is_quantized || run.lora, "base ", *run.base, " is quantised: its weights are frozen; add a section lora");
+  HEDDLE_CHECK(!is_quantized || !run.quantize, "base ", *run.base, " is quantised already; leave the section quantize out");
   if (!run.lora) return std::nullopt;
   for (const auto& [name, module] : model.modules())
     if (const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get()); layer != nullptr) {
       const Tensor weight = layer->dense_weight();
       if (max(reshape(mul(weight, weight), {-1}), 0).item() == 0) std::cerr << "heddle: all weights of " << name << " are zero\n";
     }
+  if (run.quantize) {
+    const quant::QuantReport report = quant::quantize_model(model, *run.quantize);
+    std::cerr << "heddle: " << quant::summary(report) << "\nheddle: "
+              << quant::describe_products(run.quantize->spec(), run.quantize->compute, model.device(), model_dtype(run)) << '\n';
+  }
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   lora::Adapter adapter(model, lora::plan_layers(lora::linear_layers(model), *run.lora), *run.lora, generator);
   adapter.attach(model);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
@@ -10,6 +11,7 @@
 #include "configs/run_config.h"
 #include "kernels/attention/attention.h"
 #include "lora/adapter.h"
+#include "nn/checkpoint.h"
 #include "nn/data.h"
 #include "nn/transformer.h"
 
@@ -49,7 +51,12 @@ void apply_settings(const config::RunConfig& run, Device device);
 // The model of a config on a device, with weights drawn from the config's seed.
 nn::CausalLM make_model(const config::RunConfig& run, Device device);
 
-// Fills the model from the config's base, if it has one, and attaches the adapter that it asks for. Layers whose weights are all zero
+// Loads the weights in a folder, dense or quantised, into the model, and returns whether they are quantised. For these standard error
+// says what they are computed in, and names what the file has beside them.
+bool load_model_weights(const std::filesystem::path& folder, const config::RunConfig& run, nn::CausalLM& model,
+                        nn::Dtypes dtypes = nn::Dtypes::equal);
+
+// Fills the model from the config's base, if it has one, quantises it and attaches the adapter, as the config asks for. Layers whose weights are all zero
 // are named on standard error: an adapter there learns next to nothing.
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model);
 

@@ -15,6 +15,8 @@ constexpr double kWidth = 800, kHeight = 480;
 constexpr double kLeft = 76, kRight = 768, kTop = 44, kBottom = 424;  // of the plot area
 constexpr const char* kInk = "#222222";
 constexpr const char* kGrid = "#dddddd";
+constexpr const char* kTitleFont = " font-size=\"16\" font-weight=\"bold\"";
+constexpr double kCharacter = 7.2;  // a wide guess at a character of 13 px type
 
 // A number without an exponent, in at most `decimals` decimals, whatever the locale.
 std::string plain_text(double value, int decimals) {
@@ -119,6 +121,14 @@ std::string circle_element(double x, double y, const std::string& colour) {
   return "<circle cx=\"" + coordinate(x) + "\" cy=\"" + coordinate(y) + "\" r=\"3.5\" fill=\"" + escaped(colour) + "\"/>\n";
 }
 
+// A white page.
+std::string opening(double page_width, double page_height) {
+  const std::string width = coordinate(page_width), height = coordinate(page_height);
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + width + " " + height + "\" width=\"" + width + "\" height=\"" + height +
+         "\" font-family=\"Helvetica, Arial, sans-serif\" font-size=\"13\" fill=\"" + kInk + "\">\n<rect width=\"" + width + "\" height=\"" +
+         height + "\" fill=\"#ffffff\"/>\n";
+}
+
 std::string stroke(const Series& series) {
   const bool is_thin = series.style == SeriesStyle::thin_line;
   return "stroke=\"" + escaped(series.colour) + "\" stroke-width=\"" + (is_thin ? "1" : "2") + "\" stroke-opacity=\"" +
@@ -171,7 +181,7 @@ std::string legend_elements(const std::vector<Series>& all) {
     longest = std::max(longest, series.name.size());
   }
   if (listed.empty()) return {};
-  const double width = 52 + 7.2 * static_cast<double>(longest);  // 7.2: a wide guess at a character of 13 px type
+  const double width = 52 + kCharacter * static_cast<double>(longest);
   const double left = kRight - 10 - width;
   std::string out = "<rect x=\"" + coordinate(left) + "\" y=\"" + coordinate(kTop + 8) + "\" width=\"" + coordinate(width) +
                     "\" height=\"" + coordinate(10 + 20 * static_cast<double>(listed.size())) +
@@ -199,11 +209,7 @@ std::string to_svg(const Chart& chart) {
       ys.push_back(series.y[i]);
     }
   }
-  const std::string width = coordinate(kWidth), height = coordinate(kHeight);
-  std::string out = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + width + " " + height + "\" width=\"" + width +
-                    "\" height=\"" + height + "\" font-family=\"Helvetica, Arial, sans-serif\" font-size=\"13\" fill=\"" + kInk + "\">\n";
-  out += "<rect width=\"" + width + "\" height=\"" + height + "\" fill=\"#ffffff\"/>\n";
-  out += text_element((kLeft + kRight) / 2, 28, "middle", chart.title, " font-size=\"16\" font-weight=\"bold\"");
+  std::string out = opening(kWidth, kHeight) + text_element((kLeft + kRight) / 2, 28, "middle", chart.title, kTitleFont);
   if (xs.empty()) {
     out += text_element((kLeft + kRight) / 2, (kTop + kBottom) / 2, "middle", "no data");
   } else {
@@ -214,6 +220,36 @@ std::string to_svg(const Chart& chart) {
     out += legend_elements(chart.series);
   }
   return out + "</svg>\n";
+}
+
+std::string to_svg(const BarChart& chart) {
+  constexpr double kRow = 20, kBar = 14, kPlotWidth = 460, kValueWidth = 64, kMargin = 16;
+  std::size_t longest = 0;
+  std::vector<double> values = {0};
+  for (const Bar& bar : chart.bars) {
+    longest = std::max(longest, bar.label.size());
+    if (std::isfinite(bar.value)) values.push_back(bar.value);
+  }
+  const double left = 2 * kMargin + kCharacter * static_cast<double>(longest), right = left + kPlotWidth;
+  const double bottom = kTop + kRow * static_cast<double>(chart.bars.size()), width = right + kValueWidth + kMargin;
+  const Axis axis(values, /*is_log=*/false, /*margin=*/0.0, left, right);
+  std::string out = opening(width, bottom + 56) + text_element(width / 2, 28, "middle", chart.title, kTitleFont);
+  for (const double tick : axis.ticks()) {
+    const double x = axis.pixel(tick);
+    out += line_element(x, kTop, x, bottom, std::string("stroke=\"") + kGrid + "\"") + text_element(x, bottom + 18, "middle", tick_text(tick));
+  }
+  double y = kTop + (kRow - kBar) / 2;
+  for (const Bar& bar : chart.bars) {
+    out += text_element(left - 8, y + kBar - 3, "end", bar.label);
+    if (std::isfinite(bar.value)) {
+      const double from = axis.pixel(std::min(bar.value, 0.0)), to = axis.pixel(std::max(bar.value, 0.0));
+      out += "<rect x=\"" + coordinate(from) + "\" y=\"" + coordinate(y) + "\" width=\"" + coordinate(to - from) + "\" height=\"" +
+             coordinate(kBar) + "\" fill=\"#1f77b4\"/>\n" + text_element(to + 6, y + kBar - 3, "start", plain_text(bar.value, 2));
+    }
+    y += kRow;
+  }
+  out += line_element(axis.pixel(0), kTop, axis.pixel(0), bottom, std::string("stroke=\"") + kInk + "\"");
+  return out + text_element((left + right) / 2, bottom + 42, "middle", chart.x_label) + "</svg>\n";
 }
 
 std::vector<double> smoothed(const std::vector<double>& y, std::size_t radius) {

@@ -28,6 +28,19 @@ struct Chart {
 // Throws heddle::Error if a series has x and y of different lengths.
 std::string to_svg(const Chart& chart);
 
+struct Bar {
+  std::string label;
+  double value = 0;  // no bar if it is not finite
+};
+
+// Horizontal bars from 0, one under the other, each with its label and value.
+struct BarChart {
+  std::string title;
+  std::string x_label;
+  std::vector<Bar> bars;
+};
+std::string to_svg(const BarChart& chart);
+
 // Centred moving average: out[i] is the mean of y[i-r] .. y[i+r], where r is `radius` or, near an end, as far as both
 // sides reach; so a straight line stays itself. Values that are not finite are passed through and left out of the means.
 std::vector<double> smoothed(const std::vector<double>& y, std::size_t radius);

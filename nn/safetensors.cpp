@@ -80,7 +80,7 @@ std::vector<const NamedTensor*> file_order(const std::vector<NamedTensor>& tenso
 }
 
 std::string header_text(const std::vector<const NamedTensor*>& order, const std::map<std::string, std::string>& metadata,
-                        const std::string& where) {
+                        const std::map<std::string, std::string>& byte_dtypes, const std::string& where) {
   std::string text = "{";
   if (!metadata.empty()) {
     text += concat_text('"', kSafetensorsMetadata, "\":{");
@@ -96,7 +96,10 @@ std::string header_text(const std::vector<const NamedTensor*>& order, const std:
     const auto& [name, tensor] = *entry;
     const std::int64_t end = begin + tensor.nbytes();
     text += json_string(name, where + ": " + describe_tensor_name(name)) + ":{\"dtype\":\"";
-    text += format_name(tensor.dtype());
+    const auto byte_dtype = byte_dtypes.find(name);
+    HEDDLE_CHECK(byte_dtype == byte_dtypes.end() || tensor.dtype() == DType::u8, where, ": ", describe_tensor_name(name), " is ", tensor.dtype(),
+                 "; only uint8 can stand for another dtype");
+    text += byte_dtype == byte_dtypes.end() ? format_name(tensor.dtype()) : std::string_view(byte_dtype->second);
     text += "\",\"shape\":[";
     for (int d = 0; d < tensor.rank(); ++d) text += concat_text(d > 0 ? "," : "", tensor.shape()[d]);
     text += concat_text("],\"data_offsets\":[", begin, ",", end, "]},");
@@ -155,11 +158,21 @@ Tensor SafetensorsFile::read(const std::string& name) const {
   return tensor;
 }
 
+Tensor SafetensorsFile::read_bytes(const std::string& name) const {
+  const SafetensorsInfo& entry = info(name);
+  constexpr std::array<std::string_view, 4> kByteDtypes = {"U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"};
+  HEDDLE_CHECK(std::find(kByteDtypes.begin(), kByteDtypes.end(), entry.dtype) != kByteDtypes.end(), "safetensors: ", printable_path(path_), ": ",
+               describe_tensor_name(name), " has dtype ", printable(entry.dtype.substr(0, 40)), ", not U8, F8_E4M3, F8_E5M2 or F8_E8M0");
+  const Tensor tensor = Tensor::empty(entry.shape, DType::u8);
+  read_exactly(file_, path_, tensor.mutable_view().data, entry.nbytes(), data_offset_ + entry.begin);
+  return tensor;
+}
+
 void write_safetensors(const std::filesystem::path& path, const std::vector<NamedTensor>& tensors,
-                       const std::map<std::string, std::string>& metadata) {
+                       const std::map<std::string, std::string>& metadata, const std::map<std::string, std::string>& byte_dtypes) {
   const std::string where = concat_text("safetensors: ", printable_path(path));
   const std::vector<const NamedTensor*> order = file_order(tensors, where);
-  const std::string header = header_text(order, metadata, where);
+  const std::string header = header_text(order, metadata, byte_dtypes, where);
   const auto length = static_cast<std::uint64_t>(header.size());
   AtomicFile file(path);
   file.write(&length, kLengthBytes);

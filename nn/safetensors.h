@@ -44,6 +44,10 @@ class SafetensorsFile {
   // on a BOOL byte that is neither 0 nor 1.
   Tensor read(const std::string& name) const;
 
+  // The bytes of a tensor of one byte an element, whatever they mean: U8, F8_E4M3, F8_E5M2, F8_E8M0. Throws heddle::Error on another
+  // dtype.
+  Tensor read_bytes(const std::string& name) const;
+
  private:
   std::filesystem::path path_;
   FileDescriptor file_;
@@ -55,8 +59,9 @@ class SafetensorsFile {
 // Writes tensors as one safetensors file, replacing an older one (Note: Safe writing). Any device, dtype, shape and
 // strides; the data are written dense, by descending element size, then by name. Throws heddle::Error if a name is
 // used twice or is "__metadata__", a name or a metadata text is not UTF-8, a tensor is undefined, or the header
-// would pass 100 MB.
+// would pass 100 MB. `byte_dtypes` names the dtypes of uint8 tensors that hold something else: {"w": "F8_E4M3"}.
 void write_safetensors(const std::filesystem::path& path, const std::vector<std::pair<std::string, Tensor>>& tensors,
-                       const std::map<std::string, std::string>& metadata = {});
+                       const std::map<std::string, std::string>& metadata = {},
+                       const std::map<std::string, std::string>& byte_dtypes = {});
 
 }  // namespace heddle::nn

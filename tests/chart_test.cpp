@@ -171,5 +171,27 @@ TEST(LossChart, WideRangeIsLogarithmic) {
   EXPECT_FALSE(loss_chart("", {}, {}).log_y);
 }
 
+BarChart bars_of(const std::vector<Bar>& bars) { return {.title = "a & b", .x_label = "SQNR (dB)", .bars = bars}; }
+
+TEST(BarChart, HasABarALabelAndAValueForEveryEntry) {
+  const std::string svg = to_svg(bars_of({{"q_proj", 20.126}, {"down<proj", 10}}));
+
+  EXPECT_TRUE(is_well_formed(svg));
+  EXPECT_EQ(count(svg, "<rect"), 3);  // the page and two bars
+  EXPECT_TRUE(contains(svg, ">q_proj<") && contains(svg, ">down&lt;proj<"));
+  EXPECT_TRUE(contains(svg, ">20.13<") && contains(svg, ">10<"));
+}
+
+TEST(BarChart, LengthsAreProportionalToTheValues) {
+  const std::string svg = to_svg(bars_of({{"a", 20}, {"b", 10}}));
+
+  EXPECT_TRUE(contains(svg, "width=\"460\" height=\"14\"") && contains(svg, "width=\"230\" height=\"14\""));
+}
+
+TEST(BarChart, ShowsWhatIsNotFiniteWithoutABar) {
+  EXPECT_EQ(count(to_svg(bars_of({{"a", kNaN}, {"b", 1}})), "<rect"), 2);
+  EXPECT_TRUE(is_well_formed(to_svg(bars_of({}))));
+}
+
 }  // namespace
 }  // namespace heddle::nn

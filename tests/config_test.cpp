@@ -157,6 +157,13 @@ TEST_F(Config, EveryKeySurvivesWritingAndReading) {
                                  .alpha_pattern = {{"mlp.up_proj", 1e-9}},
                                  .use_dora = true,
                                  .loraplus_lr_ratio = 16};
+  config.quantize = quant::QuantConfig{.format = QuantFormat::mxfp4,
+                                       .fp8_scale = ScaleGrain::block,
+                                       .nvfp4_scale_rounding = ScaleRounding::up,
+                                       .nvfp4_scale_search = ScaleSearch::four_over_six,
+                                       .mxfp4_scale = MxRounding::ceil,
+                                       .compute = QuantCompute::wide,
+                                       .exclude = {"o_proj"}};
 
   EXPECT_EQ(load(write(to_yaml(config))), config);
 }
@@ -164,6 +171,7 @@ TEST_F(Config, EveryKeySurvivesWritingAndReading) {
 TEST_F(Config, ReadmeTableListsEveryKeyWithItsBoundAndDefault) {
   RunConfig defaults;
   defaults.lora.emplace();
+  defaults.quantize.emplace();
   std::vector<std::string> expected;
   for (const SectionFields& section : sections(defaults)) {
     for (const nn::Field& field : section.fields) {

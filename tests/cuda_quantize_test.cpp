@@ -4,6 +4,7 @@
 
 #include "autograd/ops.h"
 #include "kernels/quantize/formats.h"
+#include "kernels/quantize/quant_gemm.h"
 #include "kernels/runtime/parallel.h"
 #include "kernels/runtime/random.h"
 #include "tests/support/compare.h"
@@ -124,6 +125,78 @@ TEST_F(CudaQuantize, HundredMillionRandomFloatsHaveTheBlocksOfTheCpu) {
     const Quantized cpu = quantized(x, named.spec), gpu = quantized(on_gpu, named.spec);
     EXPECT_TRUE(cpu.code_bytes() == gpu.code_bytes()) << named.name;
     EXPECT_TRUE(cpu.scales.to_doubles() == gpu.scales.to_doubles()) << named.name;
+  }
+}
+
+// x w^T + bias in float64 of what x and w read as, and the sums of the magnitudes of its terms.
+struct Reference {
+  std::vector<double> values, magnitudes;
+
+  Reference(const std::vector<double>& x, const std::vector<double>& w, const std::vector<double>& bias, std::int64_t K) {
+    const auto terms = static_cast<std::size_t>(K), rows = x.size() / terms, columns = w.size() / terms;
+    for (std::size_t i = 0; i < rows; ++i)
+      for (std::size_t j = 0; j < columns; ++j) {
+        double sum = bias.empty() ? 0.0 : bias[j], magnitude = std::abs(sum);
+        for (std::size_t k = 0; k < terms; ++k) {
+          sum += x[i * terms + k] * w[j * terms + k];
+          magnitude += std::abs(x[i * terms + k] * w[j * terms + k]);
+        }
+        values.push_back(sum);
+        magnitudes.push_back(magnitude);
+      }
+  }
+
+  void expect(const Tensor& found, double bound, const std::string& what) const {
+    const std::vector<double> y = found.to_doubles();
+    ASSERT_EQ(y.size(), values.size()) << what;
+    for (std::size_t i = 0; i < y.size(); ++i) ASSERT_NEAR(y[i], values[i], bound * magnitudes[i]) << what << ", element " << i;
+  }
+};
+
+// Up to 16 rows go through the kernel that decodes as it reads, more through decoded parts. A bound of 3 roundings: of the weight, of
+// the result, and of the sum, whose 200 terms at 2^-24 each are less than one rounding to bfloat16 or float16.
+TEST_F(CudaQuantize, ProductsAreThoseOfTheDecodedWeight) {
+  for (const NamedSpec& named : all_specs())
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+      for (const std::int64_t M : {1, 7, 16, 17}) {
+        const Tensor x = random_tensor({M, 200}, dtype, 5), bias = random_tensor({96}, dtype, 6);
+        const Quantized w = quantized(random_tensor({96, 200}, DType::f32, 7).to(kCuda), named.spec);
+        const Tensor y = Tensor::empty({M, 96}, dtype, kCuda);
+        quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view()}, device_context(kCuda));
+
+        const double unit = dtype == DType::f32 ? 200 * 0x1p-24 : unit_roundoff(dtype);
+        Reference(x.to_doubles(), w.values().to_doubles(), bias.to_doubles(), 200).expect(y, 3 * unit, text_of(named, dtype, {M}));
+      }
+}
+
+TEST_F(CudaQuantize, InputGradientsAreThoseOfTheDecodedWeight) {
+  for (const NamedSpec& named : all_specs()) {
+    const Tensor dy = random_tensor({20, 96}, DType::bf16, 5);
+    const Quantized w = quantized(random_tensor({96, 200}, DType::f32, 7).to(kCuda), named.spec);
+    const Tensor dx = Tensor::empty({20, 200}, DType::bf16, kCuda);
+    quant_gemm({.x = dy.to(kCuda).view(), .w = w.view(), .out = dx.mutable_view(), .of_rows = true}, device_context(kCuda));
+
+    const std::vector<double> turned = transpose(w.values().to(kCpu), 0, 1).clone().to_doubles();
+    Reference(dy.to_doubles(), turned, {}, 96).expect(dx, 3 * unit_roundoff(DType::bf16), named.name);
+  }
+}
+
+// Of x as it reads after rounding to FP8. The sums of the tensor cores keep at least 13 bits of the largest term, one rounding for
+// each 32 terms at most.
+TEST_F(CudaQuantize, Fp8ProductsAreThoseOfTheRoundedOperands) {
+  constexpr std::int64_t kM = 50, kN = 96, kK = 256;
+  for (const ScaleGrain grain : {ScaleGrain::tensor, ScaleGrain::channel}) {
+    const QuantSpec spec{.format = QuantFormat::fp8_e4m3, .grain = grain};
+    if (!fp8_products(spec, kCuda)) continue;
+    const Tensor x = mul(random_tensor({kM, kK}, DType::f32, 5), add_scalar(scale(cast(counting({kM, 1}), DType::f32), 0.3), 1.0));
+    const Tensor half = cast(x, DType::bf16), bias = random_tensor({kN}, DType::bf16, 6);
+    const Quantized w = quantized(random_tensor({kN, kK}, DType::f32, 7).to(kCuda), spec);
+    const Tensor y = Tensor::empty({kM, kN}, DType::bf16, kCuda);
+    quant_gemm({.x = half.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view(), .compute = QuantCompute::fp8},
+               device_context(kCuda));
+
+    const Reference reference(quantized(half, spec).values().to_doubles(), w.values().to_doubles(), bias.to_doubles(), kK);
+    reference.expect(y, unit_roundoff(DType::bf16) + 8 * 0x1p-13, grain == ScaleGrain::tensor ? "tensor" : "channel");
   }
 }
 

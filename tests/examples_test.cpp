@@ -108,6 +108,55 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
 
 INSTANTIATE_TEST_SUITE_P(Examples, FineTuning, testing::Values("tiny", "arithmetic"), [](const auto& info) { return info.param; });
 
+// The base quantised as the run starts, and once beforehand: the same bytes, so the same losses.
+TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
+  const test::TempFolder folder;
+  const fs::path base = folder.path() / "base", packed = folder.path() / "packed", merged = folder.path() / "merged";
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  ASSERT_EQ(heddle("quantize --format nvfp4 --model " + base.string() + " --output " + packed.string()).exit_code, 0);
+  const auto train = [&](const char* name, const std::string& rest) {
+    return heddle(train_three_steps("configs/arithmetic_lora.yaml", folder.path() / name) + " --set base=" + rest);
+  };
+
+  const Outcome at_start = train("a", base.string() + " --set quantize.format=nvfp4"), before = train("b", packed.string());
+  const Outcome merge = heddle("merge --base " + packed.string() + " --adapter " + (folder.path() / "b").string() + " --output " + merged.string());
+
+  ASSERT_EQ(at_start.exit_code, 0) << at_start.output;
+  ASSERT_EQ(before.exit_code, 0) << before.output;
+  EXPECT_NE(at_start.output.find("nvfp4 weights: stored so"), std::string::npos) << at_start.output;
+  EXPECT_EQ(nn::read_file(folder.path() / "a/checkpoint-3/adapter_model.safetensors"), nn::read_file(folder.path() / "b/checkpoint-3/adapter_model.safetensors"));
+  EXPECT_EQ(merge.exit_code, 0) << merge.output;
+  EXPECT_NE(merge.output.find("the base was quantised, the merged weights are not"), std::string::npos) << merge.output;
+  EXPECT_EQ(heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + merged.string()).exit_code, 0);
+}
+
+TEST(Tool, QuantisesAModelThatThenGenerates) {
+  const test::TempFolder folder;
+  const std::string model = (folder.path() / "run").string(), out = (folder.path() / "nvfp4").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny_llama.yaml", model)).exit_code, 0);
+
+  const Outcome outcome = heddle("quantize --model " + model + " --format nvfp4 --output " + out + " --exclude layers.0.mlp.*");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* name : {"model.safetensors", "config.json", "config.yaml", "report.json", "report.svg"}) EXPECT_TRUE(fs::exists(fs::path(out) / name)) << name;
+  EXPECT_NE(outcome.output.find("kept as it is: model.layers.0.mlp.down_proj"), std::string::npos) << outcome.output;
+  const Outcome text = heddle("generate --model " + out + " --prompt Tensor --max-new-tokens 4");
+  EXPECT_EQ(text.exit_code, 0) << text.output;
+  EXPECT_NE(text.output.find("nvfp4 weights: stored so"), std::string::npos) << text.output;
+  EXPECT_EQ(heddle("quantize --model " + out + " --compare").exit_code, 2);
+}
+
+TEST(Tool, ComparesWhatFormatsCost) {
+  const test::TempFolder folder;
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", folder.path())).exit_code, 0);
+
+  const Outcome outcome = heddle("quantize --compare --model " + folder.path().string());
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* name : {"fp8_e4m3, scale a channel", "fp8_e5m2, scale a tensor", "fp4 ", "mxfp4, ceil", "nvfp4, nearest", "nvfp4, mse"})
+    EXPECT_NE(outcome.output.find(name), std::string::npos) << name << " in " << outcome.output;
+}
+
 TEST(Tool, GraphOptionWritesTheGraphAndTrainsNothing) {
   const test::TempFolder folder;
   const fs::path graph = folder.path() / "out.dot";

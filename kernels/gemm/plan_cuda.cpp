@@ -81,7 +81,7 @@ struct Plan {
   LayoutDesc a, b, d;
   cublasLtMatmulAlgo_t algorithm;
 
-  Plan(const GemmKey& key, cublasLtHandle_t handle) {
+  Plan(const GemmKey& key, const GemmPointers& pointers, cublasLtHandle_t handle) {
     const auto in = static_cast<DType>(key.in), out = static_cast<DType>(key.out);
     const bool is_double = in == DType::f64;
     const cublasComputeType_t compute =
@@ -91,15 +91,28 @@ struct Plan {
     set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, key.b.is_transposed != 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(key));
     if (key.epilogue != Epilogue::none) set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.d.leading);
-    describe(a, key.a, in, key.batches);
-    describe(b, key.b, in, key.batches);
-    describe(d, key.d, out, key.batches);
+    const bool is_fp8 = key.fp8 != Fp8Scales::none;
+    if (is_fp8) {
+      set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
+      const auto mode = key.fp8 == Fp8Scales::row ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+      set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
+      set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
+      set_scales(pointers);
+    }
+    describe(a, key.a, is_fp8 ? CUDA_R_8F_E4M3 : data_type(in), key.batches);
+    describe(b, key.b, is_fp8 ? CUDA_R_8F_E4M3 : data_type(in), key.batches);
+    describe(d, key.d, data_type(out), key.batches);
     ask(key, handle);
   }
 
+  void set_scales(const GemmPointers& pointers) const {
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.a_scales);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.b_scales);
+  }
+
  private:
-  static void describe(LayoutDesc& layout, const MatrixLayout& matrix, DType dtype, std::int64_t batches) {
-    HEDDLE_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), data_type(dtype), static_cast<std::uint64_t>(matrix.rows),
+  static void describe(LayoutDesc& layout, const MatrixLayout& matrix, cudaDataType_t type, std::int64_t batches) {
+    HEDDLE_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), type, static_cast<std::uint64_t>(matrix.rows),
                                                    static_cast<std::uint64_t>(matrix.columns), matrix.leading));
     set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<std::int32_t>(batches));
     set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, matrix.batch_stride);
@@ -162,10 +175,11 @@ void run_gemm(const GemmKey& key, const GemmPointers& pointers, const ExecContex
   Library& lt = library(ctx.device.index);
   const std::lock_guard lock(lt.mutex);
   std::unique_ptr<Plan>& slot = lt.plans[key];
-  if (slot == nullptr) slot = std::make_unique<Plan>(key, lt.handle);
+  if (slot == nullptr) slot = std::make_unique<Plan>(key, pointers, lt.handle);
   const Plan& plan = *slot;
   if (key.has_bias != 0) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
   if (key.epilogue != Epilogue::none) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.aux);
+  if (key.fp8 != Fp8Scales::none) plan.set_scales(pointers);
   const bool accumulates = key.accumulates != 0;
   const float alpha = static_cast<float>(pointers.scale), beta = accumulates ? 1.0f : 0.0f;
   const double wide_alpha = pointers.scale, wide_beta = accumulates ? 1.0 : 0.0;

@@ -24,6 +24,9 @@ enum class Epilogue : std::int64_t {
   dgelu,  // d = scale a b * gelu_tanh'(aux)
 };
 
+// The scales of E4M3 operands: float32, of a whole operand or of each row of what the caller holds by rows.
+enum class Fp8Scales : std::int64_t { none, tensor, row };
+
 // All that decides how a product is computed: d = scale a b + bias, or d += scale a b. Plain bytes without padding, so that two keys are equal
 // exactly when their bytes are.
 struct GemmKey {
@@ -34,8 +37,9 @@ struct GemmKey {
   std::int64_t accumulates = 0;
   std::int64_t allows_tf32 = 0;
   Epilogue epilogue = Epilogue::none;
+  Fp8Scales fp8 = Fp8Scales::none;  // else a and b are E4M3, and `in` names the dtype of bias
 };
-static_assert(sizeof(GemmKey) == 25 * sizeof(std::int64_t));
+static_assert(sizeof(GemmKey) == 26 * sizeof(std::int64_t));
 
 // Where the operands of one call are, and the factor of the product.
 struct GemmPointers {
@@ -44,6 +48,8 @@ struct GemmPointers {
   void* d = nullptr;
   const void* bias = nullptr;  // [rows of d], of d's dtype, 16-byte aligned
   const void* aux = nullptr;   // laid out like d; written by Epilogue::gelu
+  const void* a_scales = nullptr;
+  const void* b_scales = nullptr;
   double scale = 1;
 };
 

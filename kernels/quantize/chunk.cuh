@@ -9,16 +9,15 @@
 #include "kernels/runtime/numeric.cuh"
 
 // Note: Chunks
-// A thread takes a chunk of neighbouring columns of one row, no more than share a scale: 16, or the 32 of an MXFP4 block. blockIdx.y
-// counts rows. Whole chunks whose addresses allow it are moved 16 bytes at a time.
+// A thread takes a chunk of neighbouring columns of one row, no more than share a scale. blockIdx.y counts rows. Whole chunks whose
+// addresses allow it are moved 16 bytes at a time, as words: the compiler moves a structure of small members one by one.
 
 namespace heddle::cuda {
 
-inline constexpr int kChunk = 16;
-static_assert(kChunk == kNvBlock && kMxBlock % kChunk == 0 && kFp8Block % kMxBlock == 0);
-inline constexpr std::int64_t kMostRows = 65535;  // of a grid
+inline constexpr std::int64_t kMostRows = 65535;  // that one dimension of a grid counts
 
 __device__ inline std::int64_t my_chunk() { return static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline std::int64_t my_row() { return static_cast<std::int64_t>(blockIdx.z) * kMostRows + blockIdx.y; }
 
 template <int N>
 __device__ int at_most(std::int64_t count) {
@@ -27,7 +26,8 @@ __device__ int at_most(std::int64_t count) {
 
 inline dim3 chunk_grid(std::int64_t rows, std::int64_t columns, int chunk) {
   const std::int64_t threads = (columns + chunk - 1) / chunk;
-  return {static_cast<unsigned>((threads + kBlock - 1) / kBlock), static_cast<unsigned>(std::min(rows, kMostRows))};
+  return {static_cast<unsigned>((threads + kBlock - 1) / kBlock), static_cast<unsigned>(std::min(rows, kMostRows)),
+          static_cast<unsigned>((rows + kMostRows - 1) / kMostRows)};
 }
 
 // A matrix as chunks: rows a stride apart, and whether its chunks can be moved whole.
@@ -52,19 +52,21 @@ struct Rows {
   }
 };
 
-// Of the float32 scales, that of an element is at [row / height, column / width].
+// Of the float32 scales, that of an element is at [row >> row_shift, column >> column_shift].
 struct FloatScales {
   const float* data;
   std::int64_t stride;
-  std::int64_t height, width;
+  int row_shift, column_shift;
 
-  __device__ float at(std::int64_t row, std::int64_t column) const { return data[row / height * stride + column / width]; }
+  __device__ float at(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
 };
 
-inline FloatScales float_scales_of(const QuantView& w) {
-  const ScaleGrain grain = w.spec.is_fp8() ? w.spec.grain : ScaleGrain::tensor;
-  const std::int64_t height = grain == ScaleGrain::tensor ? w.rows : (grain == ScaleGrain::channel ? 1 : kFp8Block);
-  return {w.scales.as<float>(), w.scales.shape.back(), height, grain == ScaleGrain::block ? kFp8Block : w.columns};
+inline FloatScales float_scales_of(const QuantSpec& spec, const ConstView& scales) {
+  constexpr int kAll = 62, kBlockShift = 7;
+  static_assert(kFp8Block == 1 << kBlockShift);
+  const ScaleGrain grain = spec.is_fp8() ? spec.grain : ScaleGrain::tensor;
+  const bool is_block = grain == ScaleGrain::block;
+  return {scales.as<float>(), scales.shape.back(), is_block ? kBlockShift : (grain == ScaleGrain::channel ? 0 : kAll), is_block ? kBlockShift : kAll};
 }
 
 // Calls fn(std::type_identity<T>{}): the types of weights and activations.

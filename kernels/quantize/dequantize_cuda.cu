@@ -1,80 +1,76 @@
-#include "kernels/quantize/chunk.cuh"
+#include "kernels/quantize/code_scales.cuh"
 
 namespace heddle::cuda {
 namespace {
 
-// The scale of the element at [row, column], where it is a byte for a block.
-struct E8M0Scale {
-  const std::uint8_t* scales;
-  std::int64_t stride;
-  __device__ float at(std::int64_t row, std::int64_t column) const { return decode_e8m0(scales[row * stride + column / kMxBlock]); }
-};
-struct E4M3Scale {
-  const std::uint8_t* scales;
-  std::int64_t stride;
-  const float* global;
-  __device__ float at(std::int64_t row, std::int64_t column) const {
-    return decode<E4M3>(scales[row * stride + column / kNvBlock]) / *global;
-  }
-};
+__device__ void store_eight(float* to, const float (&x)[kCodeChunk]) {
+  reinterpret_cast<float4*>(to)[0] = {x[0], x[1], x[2], x[3]};
+  reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
+}
 
-// Columns count from the first of the matrix, chunks of `out` from a multiple of kChunk of them: `skipped` before first_column.
+// Two numbers as one word of 16-bit ones.
+__device__ std::uint32_t pair_of(bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+__device__ std::uint32_t pair_of(float16, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+
+template <typename Half>
+__device__ void store_eight(Half* to, const float (&x)[kCodeChunk]) {
+  constexpr Half kKind{};
+  *reinterpret_cast<uint4*>(to) = {pair_of(kKind, x[0], x[1]), pair_of(kKind, x[2], x[3]), pair_of(kKind, x[4], x[5]), pair_of(kKind, x[6], x[7])};
+}
+
+// Chunks start at multiples of kCodeChunk columns of the matrix, so that all of one share a scale; the first may begin before first_column.
 template <typename F, typename T, typename Scale>
 __global__ void decode_kernel(const Rows<T> out, const std::uint8_t* codes, std::int64_t row_bytes, std::int64_t first_row,
                               std::int64_t first_column, bool is_aligned, const Scale scale_of) {
-  constexpr int kBytes = kChunk * F::kBits / 8;
-  const int skipped = static_cast<int>(first_column % kChunk);
-  const std::int64_t column = my_chunk() * kChunk - skipped;  // of out
-  if (column >= out.columns) return;
-  for (std::int64_t i = blockIdx.y; i < out.rows; i += gridDim.y) {
-    const std::int64_t row = first_row + i;
-    const float scale = scale_of.at(row, first_column + column);
-    const std::uint8_t* from = codes + row * row_bytes + (first_column + column) * F::kBits / 8;
-    T* to = out.data + i * out.stride + column;
-    const auto value_of = [&](unsigned byte, int j) {
-      const unsigned code = F::kBits == 8 ? byte : byte >> (j % 2 * 4);
-      return convert<T>(decode<F>(static_cast<std::uint8_t>(code)) * scale);
-    };
-    if (is_aligned && column + kChunk <= out.columns) {
-      const auto packed = *reinterpret_cast<const Pack<std::uint8_t, kBytes>*>(from);
-      constexpr int kStep = kWide<T>;
+  const std::int64_t i = my_row(), column = my_chunk() * kCodeChunk - first_column % kCodeChunk;  // of out
+  if (column >= out.columns || i >= out.rows) return;
+  const int count = at_most<kCodeChunk>(out.columns - column);
+  const std::int64_t row = first_row + i;
+  const std::uint8_t* from = codes + row * row_bytes + (first_column + column) * F::kBits / 8;
+  CodeWords<F> words = {};
+  if (is_aligned && count == kCodeChunk) {
+    words = load_codes<F>(from);
+  } else {
 #pragma unroll
-      for (int j = 0; j < kChunk; j += kStep) {
-        Pack<T, kStep> values;
+    for (int j = 0; j < 4 * CodeWords<F>::kCount; ++j)
+      if (j * 8 < count * F::kBits) words.at[j / 4] |= static_cast<std::uint32_t>(from[j]) << (j % 4 * 8);
+  }
+  const float scale = scale_of.at(row, first_column + column);
+  float values[kCodeChunk];
 #pragma unroll
-        for (int k = 0; k < kStep; ++k) values.at[k] = value_of(packed.at[(j + k) * F::kBits / 8], j + k);
-        *reinterpret_cast<Pack<T, kStep>*>(to + j) = values;
-      }
-    } else {
-      for (int j = 0; j < kChunk; ++j)
-        if (column + j >= 0 && column + j < out.columns) to[j] = value_of(from[j * F::kBits / 8], j);
-    }
+  for (int j = 0; j < kCodeChunk; ++j) values[j] = words.value(j) * scale;
+  T* to = out.data + i * out.stride + column;
+  if (is_aligned && count == kCodeChunk) {
+    store_eight(to, values);
+  } else {
+    const int skipped = column < 0 ? static_cast<int>(-column) : 0;
+#pragma unroll
+    for (int j = 0; j < kCodeChunk; ++j)
+      if (j >= skipped && j < count) to[j] = convert<T>(values[j]);
   }
 }
 
 template <typename F, typename T, typename Scale>
 void decode_chunks(const DequantizeArgs& args, const Scale& scale, const ExecContext& ctx) {
   const Rows<T> out(args.out);
-  const std::int64_t row_bytes = args.w.codes.shape[1], skipped = args.first_column % kChunk;
-  const bool is_aligned = out.is_aligned && skipped == 0 && reinterpret_cast<std::uintptr_t>(args.w.codes.data) % 16 == 0 && row_bytes % 16 == 0;
-  decode_kernel<F><<<chunk_grid(out.rows, out.columns + skipped, kChunk), kBlock, 0, stream_of(ctx)>>>(
+  const std::int64_t row_bytes = args.w.codes.shape[1], skipped = args.first_column % kCodeChunk;
+  const bool is_aligned = out.is_aligned && skipped == 0 && reinterpret_cast<std::uintptr_t>(args.w.codes.data) % 8 == 0 && row_bytes % 8 == 0;
+  decode_kernel<F><<<chunk_grid(out.rows, out.columns + skipped, kCodeChunk), kBlock, 0, stream_of(ctx)>>>(
       out, args.w.codes.as<std::uint8_t>(), row_bytes, args.first_row, args.first_column, is_aligned, scale);
 }
 
 }  // namespace
 
 void dequantize(const DequantizeArgs& args, const ExecContext& ctx) {
-  const QuantView& w = args.w;
   dispatch_stored(args.out.dtype, "dequantize", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto* bytes = static_cast<const std::uint8_t*>(w.scales.data);
-    switch (w.spec.format) {
-      case QuantFormat::fp8_e4m3: return decode_chunks<E4M3, T>(args, float_scales_of(w), ctx);
-      case QuantFormat::fp8_e5m2: return decode_chunks<E5M2, T>(args, float_scales_of(w), ctx);
-      case QuantFormat::fp4: return decode_chunks<E2M1, T>(args, float_scales_of(w), ctx);
-      case QuantFormat::mxfp4: return decode_chunks<E2M1, T>(args, E8M0Scale{bytes, w.scales.shape[1]}, ctx);
-      case QuantFormat::nvfp4: return decode_chunks<E2M1, T>(args, E4M3Scale{bytes, w.scales.shape[1], w.global.as<float>()}, ctx);
-    }
+    with_scales(args.w, [&]<typename F>(F, const auto& scale) { decode_chunks<F, T>(args, scale, ctx); });
   });
   check_launch("dequantize");
 }

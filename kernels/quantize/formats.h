@@ -60,6 +60,18 @@ constexpr std::uint8_t encode(float value) {
   return with_sign<F>(value, magnitude < bits_of(power_of_two(1 - F::kBias)) ? subnormal : normal);
 }
 
+// In E2M1 a code is the least of 2 m, m + 2 and m / 2 + 4 for the magnitude m, rounded; that also rounds ties to the even code. Added to
+// a float whose last bit is worth 1, each is rounded by the adder, and such floats are in the order of their bits.
+template <>
+constexpr std::uint8_t encode<E2M1>(float value) {
+  constexpr float kUnit = 0x1.8p23f;
+  const float m = std::bit_cast<float>(bits_of(value) & 0x7FFFFFFFu);
+  const std::uint32_t low = bits_of(m * 2.0f + kUnit), middle = bits_of(m + (kUnit + 2.0f)), high = bits_of(m * 0.5f + (kUnit + 4.0f));
+  const std::uint32_t least = low < middle ? (low < high ? low : high) : (middle < high ? middle : high);
+  const std::uint32_t largest = bits_of(kUnit + 7.0f), code = least < largest ? least : largest;
+  return static_cast<std::uint8_t>((code & 0x7u) | (bits_of(value) >> 31 << 3));
+}
+
 // The code of one of the two neighbours: of the upper one with the probability that makes the expected value `value`, to within
 // 2^-31 of their distance. `random` is uniform over 32 bits.
 template <typename F>

@@ -1,0 +1,91 @@
+#include <filesystem>
+#include <iostream>
+
+#include "examples/commands.h"
+#include "examples/run_setup.h"
+#include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
+#include "quant/quant_file.h"
+#include "quant/quantize_model.h"
+
+namespace heddle::examples {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct QuantizeCommand {
+  std::string model, format, output, device = "auto";
+  std::vector<std::string> exclude, overrides;
+  bool compares = false;
+};
+
+// A text as a YAML list, for an override of a key.
+std::string list_text(const std::vector<std::string>& items) {
+  std::string out = "[";
+  for (const std::string& item : items) out += (out.size() > 1 ? ", " : "") + nn::quoted_text(item);
+  return out + "]";
+}
+
+std::vector<std::string> excluded(const QuantizeCommand& command) {
+  std::vector<std::string> out = quant::QuantConfig{}.exclude;
+  out.insert(out.end(), command.exclude.begin(), command.exclude.end());
+  return out;
+}
+
+config::RunConfig read_config(const QuantizeCommand& command, const fs::path& folder) {
+  std::vector<std::string> overrides = {"attention.kernel=auto", "device=auto", "base=null"};
+  if (!command.compares) {
+    overrides.push_back("quantize.format=" + command.format);
+    overrides.push_back("quantize.exclude=" + list_text(excluded(command)));
+  }
+  overrides.insert(overrides.end(), command.overrides.begin(), command.overrides.end());
+  return config::load_run_config((folder / "config.yaml").string(), overrides);
+}
+
+// Everything of the new folder appears at once.
+void write_model(const fs::path& target, const nn::CausalLM& model, const config::RunConfig& run, const quant::QuantReport& report) {
+  nn::AtomicFolder folder(target);
+  quant::save_quantized(folder.path(), model);
+  nn::write_file(folder.path() / "config.yaml", config::to_yaml(run));
+  nn::write_file(folder.path() / "report.json", quant::to_json(report));
+  nn::write_file(folder.path() / "report.svg", nn::to_svg(quant::to_chart(report)));
+  folder.commit();
+}
+
+int run_quantize(const QuantizeCommand& command) {
+  if (command.compares == !command.output.empty() || command.compares != command.format.empty())
+    throw ConfigError("quantize: give --format and --output, or --compare without them");
+  const fs::path folder = nn::open_weights(command.model);
+  if (quant::has_quantized(folder)) throw ConfigError("--model: " + nn::printable_path(folder) + " is quantised already; give the plain model");
+  const config::RunConfig run = read_config(command, folder);
+  nn::CausalLM model = make_model(run, choose_device(command.device));
+  nn::load_weights(folder / "model.safetensors", model);
+  if (command.compares) {
+    std::cout << quant::scoreboard(model, excluded(command));
+    return 0;
+  }
+  const quant::QuantReport report = quant::quantize_model(model, *run.quantize);
+  std::cout << quant::to_table(report);
+  write_model(command.output, model, run, report);
+  std::cout << "wrote " << command.output << ": model.safetensors, config.json, config.yaml, report.json, report.svg\n";
+  return 0;
+}
+
+}  // namespace
+
+void add_quantize_command(CLI::App& app, int& exit_code) {
+  CLI::App* sub = app.add_subcommand("quantize", "Store a model's Linear weights in 4 or 8 bits, or compare what formats cost");
+  const auto command = std::make_shared<QuantizeCommand>();
+  sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
+  sub->add_option("--format", command->format, "fp8_e4m3, mxfp4 or nvfp4");
+  sub->add_option("--output", command->output, "The folder to write, replacing one that is there");
+  sub->add_option("--exclude", command->exclude, "A layer to leave as it is, beside lm_head: its name, the end of it, or wildcards")
+      ->allow_extra_args(false);
+  sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);
+  sub->add_flag("--compare", command->compares, "Print what every format would cost, and write nothing");
+  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
+  sub->footer("Example: heddle quantize --model runs/tiny --format nvfp4 --output runs/tiny-nvfp4");
+  sub->callback([command, &exit_code] { exit_code = run_quantize(*command); });
+}
+
+}  // namespace heddle::examples

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "kernels/quantize/quant_gemm.h"
+#include "nn/config_field.h"
+
+namespace heddle::quant {
+
+inline constexpr std::array<std::pair<std::string_view, QuantFormat>, 5> kFormatNames{{{"fp8_e4m3", QuantFormat::fp8_e4m3},
+                                                                                      {"fp8_e5m2", QuantFormat::fp8_e5m2},
+                                                                                      {"fp4", QuantFormat::fp4},
+                                                                                      {"mxfp4", QuantFormat::mxfp4},
+                                                                                      {"nvfp4", QuantFormat::nvfp4}}};
+inline constexpr std::array<std::pair<std::string_view, ScaleGrain>, 3> kGrainNames{
+    {{"tensor", ScaleGrain::tensor}, {"channel", ScaleGrain::channel}, {"block", ScaleGrain::block}}};
+inline constexpr std::array<std::pair<std::string_view, ScaleRounding>, 2> kRoundingNames{
+    {{"nearest", ScaleRounding::nearest}, {"up", ScaleRounding::up}}};
+inline constexpr std::array<std::pair<std::string_view, ScaleSearch>, 3> kSearchNames{
+    {{"none", ScaleSearch::none}, {"four_over_six", ScaleSearch::four_over_six}, {"mse", ScaleSearch::mse}}};
+inline constexpr std::array<std::pair<std::string_view, MxRounding>, 2> kMxRoundingNames{
+    {{"floor", MxRounding::floor}, {"ceil", MxRounding::ceil}}};
+
+inline constexpr std::array<std::pair<std::string_view, QuantCompute>, 2> kComputeNames{{{"fp8", QuantCompute::fp8}, {"bf16", QuantCompute::wide}}};
+
+// Which layers of a model are quantised, and to what.
+struct QuantConfig {
+  QuantFormat format = QuantFormat::nvfp4;
+  ScaleGrain fp8_scale = ScaleGrain::channel;
+  ScaleRounding nvfp4_scale_rounding = ScaleRounding::nearest;
+  ScaleSearch nvfp4_scale_search = ScaleSearch::none;
+  MxRounding mxfp4_scale = MxRounding::floor;
+  QuantCompute compute = QuantCompute::fp8;  // of FP8 weights; others are always decoded
+  // Layers that stay as they are: names or their ends after a dot ("o_proj", "layers.0.mlp.*"), with the wildcards of fnmatch.
+  // Embeddings and norms always stay.
+  std::vector<std::string> exclude{"lm_head"};
+
+  QuantSpec spec() const;
+
+  friend bool operator==(const QuantConfig&, const QuantConfig&) = default;
+};
+
+// The keys of a `quantize` section.
+std::vector<nn::Field> fields(QuantConfig& config);
+
+}  // namespace heddle::quant

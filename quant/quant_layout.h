@@ -1,0 +1,31 @@
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "kernels/quantize/quantize.h"
+
+namespace heddle::quant {
+
+// How a layout (Note: Quantised checkpoints, quant_file.h) stores a layer "P": the tensors P.<codes>, P.<scales> and, if it has one,
+// P.<global>, with their dtypes in the file.
+struct LayoutNames {
+  std::string title;  // "nvfp4-pack-quantized"
+  QuantFormat format = QuantFormat::nvfp4;
+  std::string codes, code_dtype;
+  std::string scales;
+  std::vector<std::string> scale_dtypes;  // the first is the one written
+  std::string global = {};
+  bool global_is_inverse = false;  // a factor of the weights rather than of the block scales
+};
+
+// The layout that a quantization_config means. Throws heddle::Error naming `where` for one that is not read.
+LayoutNames parse_layout(const nlohmann::json& quantization, const std::string& where);
+
+// The layout that weights of this form are written in, and its quantization_config; `kept` are the layers that are not quantised.
+// Throws heddle::Error for a format without one.
+LayoutNames written_layout(const QuantSpec& spec);
+nlohmann::json quantization_config(const QuantSpec& spec, const std::vector<std::string>& kept);
+
+}  // namespace heddle::quant

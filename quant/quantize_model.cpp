@@ -1,0 +1,238 @@
+#include "quant/quantize_model.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "nn/linear.h"
+#include "quant/quant_linear.h"
+
+namespace heddle::quant {
+namespace {
+
+using nlohmann::json;
+
+bool matches(const std::string& pattern, const std::string& name) {
+  if (fnmatch(pattern.c_str(), name.c_str(), 0) == 0) return true;
+  for (std::size_t dot = name.find('.'); dot != std::string::npos; dot = name.find('.', dot + 1))
+    if (fnmatch(pattern.c_str(), name.c_str() + dot + 1, 0) == 0) return true;
+  return false;
+}
+
+struct Layer {
+  std::string name;
+  std::shared_ptr<nn::Linear> layer;
+};
+
+std::vector<Layer> plain_layers(const nn::Module& model) {
+  std::vector<Layer> out;
+  for (const auto& [name, module] : model.modules()) {
+    if (std::dynamic_pointer_cast<nn::LinearBase>(module) == nullptr) continue;
+    const auto layer = std::dynamic_pointer_cast<nn::Linear>(module);
+    HEDDLE_CHECK(layer != nullptr, "quantize: '", name, "' is already quantised or has an adapter; quantise the plain model");
+    out.push_back({name, layer});
+  }
+  return out;
+}
+
+void check_patterns(const nn::Module& model, const QuantConfig& config) {
+  for (const std::string& pattern : config.exclude) {
+    const auto modules = model.modules();
+    const bool is_known = std::ranges::any_of(modules, [&](const nn::NamedModule& module) { return matches(pattern, module.name); });
+    if (!is_known && pattern != "lm_head") throw nn::BadValue("quantize.exclude", "patterns that name a layer of the model", nn::quoted_text(pattern));
+  }
+}
+
+// Layers with the same key share a tensor scale.
+std::string fused_with(const std::string& name) {
+  static const std::map<std::string, std::string> kFused = {
+      {"q_proj", "qkv"}, {"k_proj", "qkv"}, {"v_proj", "qkv"}, {"gate_proj", "gate_up"}, {"up_proj", "gate_up"}};
+  const std::size_t dot = name.rfind('.') + 1;
+  const auto found = kFused.find(name.substr(dot));
+  return found == kFused.end() ? name : name.substr(0, dot) + found->second;
+}
+
+// The largest magnitudes of tensors that share a scale, by fused_with.
+std::map<std::string, Tensor> shared_magnitudes(const std::vector<Layer>& layers) {
+  std::map<std::string, Tensor> out;
+  for (const auto& [name, layer] : layers) {
+    const Tensor own = largest_magnitude(name + ".weight", layer->weight());
+    Tensor& shared = out[fused_with(name)];
+    if (!shared.defined() || own.item() > shared.item()) shared = own;
+  }
+  return out;
+}
+
+std::string text(const char* format, double value) {
+  char buffer[48];
+  std::snprintf(buffer, sizeof buffer, format, value);
+  return buffer;
+}
+
+std::string padded(const std::string& value, std::size_t width, bool is_right = true) {
+  const std::string space(width > value.size() ? width - value.size() : 0, ' ');
+  return is_right ? space + value : value + space;
+}
+
+struct NamedSpec {
+  std::string name;
+  QuantSpec spec;
+};
+
+std::vector<NamedSpec> comparable_specs() {
+  using enum QuantFormat;
+  std::vector<NamedSpec> out;
+  for (const QuantFormat format : {fp8_e4m3, fp8_e5m2})
+    for (const auto& [grain_name, grain] : kGrainNames)
+      out.push_back({concat_text(name_of(format), ", scale a ", grain_name), {.format = format, .grain = grain}});
+  out.push_back({"fp4", {.format = fp4}});
+  for (const auto& [rounding_name, rounding] : kMxRoundingNames)
+    out.push_back({concat_text("mxfp4, ", rounding_name), {.format = mxfp4, .mx_rounding = rounding}});
+  for (const auto& [rounding_name, rounding] : kRoundingNames)
+    out.push_back({concat_text("nvfp4, ", rounding_name), {.format = nvfp4, .scale_rounding = rounding}});
+  for (const ScaleSearch search : {ScaleSearch::four_over_six, ScaleSearch::mse})
+    out.push_back({concat_text("nvfp4, ", nn::name_of(nn::EnumNames<ScaleSearch>(kSearchNames), search)), {.format = nvfp4, .scale_search = search}});
+  return out;
+}
+
+struct Total {
+  std::int64_t weights = 0, dense_bytes = 0, bytes = 0;
+
+  explicit Total(const QuantReport& report) {
+    for (const LayerReport& layer : report.layers) {
+      weights += layer.out_features * layer.in_features;
+      dense_bytes += layer.dense_bytes;
+      bytes += layer.bytes;
+    }
+  }
+  double bits() const { return 8.0 * static_cast<double>(bytes) / static_cast<double>(std::max<std::int64_t>(weights, 1)); }
+};
+
+}  // namespace
+
+bool is_excluded(const std::string& layer, const std::vector<std::string>& patterns) {
+  return std::ranges::any_of(patterns, [&](const std::string& pattern) { return matches(pattern, layer); });
+}
+
+QuantReport quantize_model(nn::Module& model, const QuantConfig& config) {
+  const QuantSpec spec = config.spec();
+  check_patterns(model, config);
+  QuantReport report;
+  std::vector<Layer> chosen;
+  for (const Layer& layer : plain_layers(model)) {
+    if (is_excluded(layer.name, config.exclude)) report.kept.push_back(layer.name);
+    else chosen.push_back(layer);
+  }
+  HEDDLE_CHECK(!chosen.empty(), "quantize: no layer is left to quantise; exclude fewer than ", report.kept.size());
+  std::map<std::string, Tensor> magnitudes;
+  if (spec.format == QuantFormat::nvfp4) magnitudes = shared_magnitudes(chosen);
+  std::vector<std::shared_ptr<QuantLinear>> quantized;
+  for (const auto& [name, layer] : chosen) {
+    const Tensor& weight = layer->weight();
+    const auto shared = magnitudes.find(fused_with(name));
+    const auto packed = QuantizedWeight::quantize(name + ".weight", weight, spec, shared == magnitudes.end() ? Tensor() : shared->second);
+    report.layers.push_back({name, spec, weight.size(0), weight.size(1), weight.nbytes(), packed.nbytes(), packed.bits_per_weight(),
+                             quant_error(weight, packed)});
+    quantized.push_back(std::make_shared<QuantLinear>(packed, layer->bias(), weight.dtype(), config.compute));
+  }
+  for (std::size_t i = 0; i < chosen.size(); ++i) model.replace_child(chosen[i].name, quantized[i]);
+  return report;
+}
+
+void dequantize_model(nn::Module& model) {
+  for (const auto& [name, module] : model.modules())
+    if (const auto layer = std::dynamic_pointer_cast<QuantLinear>(module); layer != nullptr)
+      model.replace_child(name, std::make_shared<nn::Linear>(layer->dense_weight(), layer->bias()));
+}
+
+std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype) {
+  const std::string weights = concat_text(name_of(spec.format), " weights");
+  if (compute == QuantCompute::fp8 && dtype_size(dtype) == 2 && fp8_products(spec, device))
+    return concat_text(weights, ": products on ", device, " run in FP8, activations rounded to it with a scale ",
+                       spec.grain == ScaleGrain::tensor ? "each" : "a row", "; gradients of activations decode the weights to ", dtype);
+  return concat_text(weights, ": stored so; products on ", device, " decode them to ", dtype);
+}
+
+std::string summary(const QuantReport& report) {
+  const Total total(report);
+  QuantError error;
+  for (const LayerReport& layer : report.layers) error.add(layer.error);
+  return concat_text(report.layers.size(), " layers: ", total.weights, " weights, ", total.dense_bytes, " bytes before, ", total.bytes, " after (",
+                     text("%.4f", total.bits()), " bits a weight), SQNR ", text("%.2f", error.sqnr_db()), " dB");
+}
+
+std::string to_table(const QuantReport& report) {
+  constexpr double kOutlier = 100;  // of the root mean square; weights that training has left alone stay below 20
+  std::size_t width = 5;
+  for (const LayerReport& layer : report.layers) width = std::max(width, layer.name.size());
+  std::string out = padded("layer", width, false) + padded("format", 10) + padded("shape", 14) + padded("bits", 10) + padded("MSE", 12) +
+                    padded("SQNR dB", 9) + padded("worst", 12) + "\n", notes;
+  for (const LayerReport& layer : report.layers) {
+    out += padded(layer.name, width, false) + padded(std::string(name_of(layer.spec.format)), 10) +
+           padded(concat_text(layer.out_features, "x", layer.in_features), 14) + padded(text("%.6f", layer.bits_per_weight), 10) +
+           padded(text("%.4g", layer.error.mse()), 12) + padded(text("%.2f", layer.error.sqnr_db()), 9) + padded(text("%.4g", layer.error.worst), 12) +
+           "\n";
+    if (layer.error.peak() > kOutlier)
+      notes += concat_text("note: the largest weight of ", layer.name, " is ", text("%.0f", layer.error.peak()),
+                           " times the root mean square; others near it may have become 0\n");
+  }
+  out += summary(report) + "\n";
+  for (const std::string& name : report.kept) notes += "kept as it is: " + name + "\n";
+  return out + notes;
+}
+
+nn::BarChart to_chart(const QuantReport& report) {
+  nn::BarChart out{.title = "Signal to quantisation noise", .x_label = "dB; 6 dB are one bit"};
+  for (const LayerReport& layer : report.layers)
+    out.bars.push_back({concat_text(layer.name, ", ", name_of(layer.spec.format)), layer.error.sqnr_db()});
+  return out;
+}
+
+std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude) {
+  std::vector<Layer> layers = plain_layers(model);
+  std::erase_if(layers, [&](const Layer& layer) { return is_excluded(layer.name, exclude); });
+  std::string out = padded("format", 30, false) + padded("bits", 10) + padded("MSE", 12) + padded("SQNR dB", 9) + padded("worst", 12) +
+                    padded("became 0", 10) + "\n";
+  for (const auto& [name, spec] : comparable_specs()) {
+    QuantError error;
+    std::int64_t bytes = 0;
+    for (const Layer& layer : layers) {
+      const auto packed = QuantizedWeight::quantize(layer.name + ".weight", layer.layer->weight(), spec);
+      error.add(quant_error(layer.layer->weight(), packed));
+      bytes += packed.nbytes();
+    }
+    const auto count = static_cast<double>(std::max<std::int64_t>(error.count, 1));
+    out += padded(name, 30, false) + padded(text("%.6f", 8.0 * static_cast<double>(bytes) / count), 10) + padded(text("%.4g", error.mse()), 12) +
+           padded(text("%.2f", error.sqnr_db()), 9) + padded(text("%.4g", error.worst), 12) +
+           padded(text("%.2f %%", 100.0 * static_cast<double>(error.zeroed) / count), 10) + "\n";
+  }
+  return out;
+}
+
+std::string to_json(const QuantReport& report) {
+  json layers = json::array();
+  for (const LayerReport& layer : report.layers)
+    layers.push_back({{"layer", layer.name},
+                      {"format", name_of(layer.spec.format)},
+                      {"shape", {layer.out_features, layer.in_features}},
+                      {"bytes_before", layer.dense_bytes},
+                      {"bytes_after", layer.bytes},
+                      {"bits_per_weight", layer.bits_per_weight},
+                      {"mse", layer.error.mse()},
+                      {"sqnr_db", layer.error.sqnr_db()},  // null without any noise
+                      {"worst_error", layer.error.worst},
+                      {"peak_over_rms", layer.error.peak()}});
+  const Total total(report);
+  const json out = {{"layers", layers},
+                    {"kept", report.kept},
+                    {"weights", total.weights},
+                    {"bytes_before", total.dense_bytes},
+                    {"bytes_after", total.bytes},
+                    {"bits_per_weight", total.bits()}};
+  return out.dump(2) + "\n";
+}
+
+}  // namespace heddle::quant

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "nn/chart.h"
+#include "nn/module.h"
+#include "quant/quant_config.h"
+#include "quant/quantized_weight.h"
+
+namespace heddle::quant {
+
+struct LayerReport {
+  std::string name;
+  QuantSpec spec;
+  std::int64_t out_features = 0, in_features = 0;
+  std::int64_t dense_bytes = 0, bytes = 0;
+  double bits_per_weight = 0;
+  QuantError error;
+};
+
+struct QuantReport {
+  std::vector<LayerReport> layers;
+  std::vector<std::string> kept;  // Linear layers that an exclude pattern names
+};
+
+// Puts a QuantLinear in the place of every Linear layer of the model that no exclude pattern names. In nvfp4 the queries', keys' and
+// values' projections of a layer share a tensor scale, and so do gate and up: programs that run them as one product need it. Throws
+// nn::BadValue for a pattern that matches nothing (other than lm_head, which a tied model lacks), heddle::Error for a weight that
+// is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is then unchanged.
+QuantReport quantize_model(nn::Module& model, const QuantConfig& config);
+
+// Puts plain layers of the decoded weights, in the layers' dtype, back for every QuantLinear of the model.
+void dequantize_model(nn::Module& model);
+
+// What runs in few bits and what is only stored so, in a sentence: products of such weights with inputs of `dtype` on a device.
+std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype);
+
+// Whether a pattern of QuantConfig::exclude names a layer.
+bool is_excluded(const std::string& layer, const std::vector<std::string>& patterns);
+
+// The report in a line, as a table, as JSON, and the layers' SQNR as a chart.
+std::string summary(const QuantReport& report);
+std::string to_table(const QuantReport& report);
+std::string to_json(const QuantReport& report);
+nn::BarChart to_chart(const QuantReport& report);
+
+// A table of what every format would make of the model's Linear layers, those of `exclude` apart; the model stays as it is.
+std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude);
+
+}  // namespace heddle::quant

@@ -1,0 +1,229 @@
+#include "quant/quant_linear.h"
+
+#include <limits>
+
+#include "autograd/grad_mode.h"
+#include "autograd/gradcheck.h"
+#include "autograd/ops.h"
+#include "nn/transformer.h"
+#include "quant/quantize_model.h"
+#include "tests/support/compare.h"
+#include "tests/support/quantized.h"
+#include "tests/support/tensors.h"
+#include "tests/support/tiny_run.h"
+
+namespace heddle {
+namespace {
+
+using quant::QuantConfig;
+using quant::QuantizedWeight;
+using quant::QuantLinear;
+using quant::QuantReport;
+using test::all_specs;
+using test::error_of;
+
+constexpr QuantSpec kNvfp4{.format = QuantFormat::nvfp4};
+
+QuantizedWeight packed(const Shape& shape, const QuantSpec& spec, std::uint64_t seed = 2) {
+  return QuantizedWeight::quantize("w", test::random_tensor(shape, DType::f32, seed), spec);
+}
+
+// The weight is 600 wide, so that a part of it in float64 has 128 rows: 300 rows and 600 columns take several parts.
+TEST(QuantLinear, IsTheLinearLayerOfItsDecodedWeight) {
+  for (const auto& [name, spec] : all_specs()) {
+    const QuantizedWeight weight = packed({300, 600}, spec);
+    const Tensor dense = weight.dequantize(DType::f64);
+    const Tensor x = test::random_leaf({2, 3, 600}), bias = test::random_leaf({300}, 5), dout = test::random_tensor({2, 3, 300}, DType::f64, 7);
+    const Tensor y = quant::quant_linear(x, weight, bias);
+    y.backward(dout);
+    const Tensor x2 = x.clone().set_requires_grad(true), bias2 = bias.clone().set_requires_grad(true);
+    const Tensor expected = linear(x2, dense, bias2);
+    expected.backward(dout);
+
+    // The same sums in another order: 600 terms of size up to 30 at 2^-53.
+    EXPECT_TRUE(test::all_close(y, expected.to_doubles(), 1e-11)) << name;
+    EXPECT_TRUE(test::all_close(x.grad(), x2.grad().to_doubles(), 1e-11)) << name;
+    EXPECT_TRUE(test::all_close(bias.grad(), bias2.grad().to_doubles(), 1e-11)) << name;
+  }
+}
+
+TEST(QuantLinear, GradientsMatchDifferences) {
+  for (const auto& [name, spec] : all_specs()) {
+    const QuantizedWeight weight = packed({5, 33}, spec);
+    const auto fn = [&](const std::vector<Tensor>& in) { return quant::quant_linear(in[0], weight, in[1]); };
+    const GradcheckResult result = gradcheck(fn, {test::random_leaf({3, 33}), test::random_leaf({5}, 4)});
+    EXPECT_TRUE(result.ok) << name << ": " << result.message;
+  }
+}
+
+TEST(QuantLinear, AddsToTheGradientThatItsInputHasAlready) {
+  const QuantizedWeight weight = packed({4, 20}, kNvfp4);
+  const Tensor x = test::random_leaf({3, 20});
+  sum(add(quant::quant_linear(x, weight), scale(quant::quant_linear(x, weight), 2.0))).backward();
+
+  const Tensor column_sums = sum(weight.dequantize(DType::f64), {0}, true);
+  EXPECT_TRUE(test::all_close(x.grad(), scale(mul(column_sums, Tensor::full({3, 20}, 1.0, DType::f64)), 3.0).to_doubles(), 1e-12));
+}
+
+TEST(QuantLinear, TakesEmptyInputs) {
+  const QuantizedWeight weight = packed({4, 20}, kNvfp4);
+
+  EXPECT_EQ(quant::quant_linear(Tensor::zeros({0, 20}), weight).shape(), (Shape{0, 4}));
+}
+
+TEST(QuantLinear, HasNoParameterButItsBias) {
+  const QuantLinear layer(packed({4, 20}, kNvfp4), Tensor::zeros({4}), DType::f32);
+
+  ASSERT_EQ(layer.parameters().size(), 1u);
+  EXPECT_EQ(layer.parameters()[0].name, "bias");
+  EXPECT_FALSE(layer.parameters()[0].tensor.requires_grad());
+  EXPECT_EQ(layer.dense_weight().dtype(), DType::f32);
+}
+
+TEST(QuantizedWeight, RefusesAGradient) {
+  EXPECT_EQ(error_of([] { packed({4, 20}, kNvfp4).set_requires_grad(true); }),
+            "quantized weight [4, 20]: quantised weights are frozen; add a LoRA adapter to train the layer");
+}
+
+TEST(QuantizedWeight, NamesTheValueThatItCannotHold) {
+  for (const auto& [value, printed] : {std::pair{std::numeric_limits<float>::quiet_NaN(), "nan"}, std::pair{-std::numeric_limits<float>::infinity(), "-inf"},
+                                       std::pair{1e38f, "1e+38"}}) {
+    std::vector<float> values(2 * 20, 1.0f);
+    values[27] = value;
+    EXPECT_EQ(error_of([&] { QuantizedWeight::quantize("mlp.weight", Tensor::from_vector(values, {2, 20}), kNvfp4); }),
+              concat_text("quantize: 'mlp.weight' holds ", printed, " at [1, 7]; weights must be finite and at most 2^126"));
+  }
+}
+
+TEST(QuantizedWeight, RefusesStoredScalesThatAreNoNumbers) {
+  const auto with_scale = [](const QuantSpec& spec, std::uint8_t byte) {
+    const QuantizedWeight good = packed({1, 16}, spec);
+    const Tensor scales = Tensor::from_vector(std::vector<std::uint8_t>{byte}, {1, 1});
+    return error_of([&] { QuantizedWeight("w", spec, 1, 16, {good.parts().codes, scales, good.parts().global}); });
+  };
+  const char* const end = "; the file is damaged or of another format";
+
+  EXPECT_EQ(with_scale(kNvfp4, 0x7F), concat_text("quantized weight 'w': scales hold the byte 127, which is nan", end));
+  EXPECT_EQ(with_scale(kNvfp4, 0x81), concat_text("quantized weight 'w': scales hold the byte 129, which is -0.00195312", end));
+  EXPECT_EQ(with_scale({.format = QuantFormat::mxfp4}, 255), concat_text("quantized weight 'w': scales hold the byte 255, which is nan", end));
+  EXPECT_EQ(with_scale({.format = QuantFormat::mxfp4}, 0), "no error");
+}
+
+TEST(QuantizedWeight, RefusesPartsOfAnotherShape) {
+  const QuantizedWeight good = packed({2, 32}, kNvfp4);
+
+  EXPECT_EQ(error_of([&] { QuantizedWeight("w", kNvfp4, 2, 34, good.parts()); }),
+            "quantized weight 'w': codes must be uint8 [2, 17], got uint8 [2, 16] on cpu");
+}
+
+TEST(QuantError, IsThatOfTheWorkedExample) {
+  // 0.4 and 1 under a scale of 1/6: 2.4 is nearest to 2, so 1/3 is read; the error is 0.0667.
+  const Tensor weight = Tensor::from_vector(std::vector<float>{0.4f, 1.0f}, {1, 2});
+  const quant::QuantError error = quant::quant_error(weight, QuantizedWeight::quantize("w", weight, {.format = QuantFormat::fp4}));
+
+  EXPECT_NEAR(error.worst, 0.066667, 1e-6);
+  EXPECT_NEAR(error.mse(), 0.0022222, 1e-7);
+  EXPECT_NEAR(error.sqnr_db(), 24.1664, 1e-3);  // 10 log10(1.16 / 0.0044444)
+  EXPECT_NEAR(error.peak(), 1.31306, 1e-5);     // 1 / sqrt(0.58)
+}
+
+QuantConfig nvfp4_config() {
+  QuantConfig config;
+  config.format = QuantFormat::nvfp4;
+  return config;
+}
+
+const QuantLinear& quant_layer(const nn::CausalLM& model, const std::string& name) {
+  for (const auto& [found, module] : model.modules())
+    if (found == name) return dynamic_cast<const QuantLinear&>(*module);
+  throw Error("no layer " + name);
+}
+
+TEST(QuantizeModel, ReplacesEveryLinearLayerButTheHead) {
+  const nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  const QuantReport report = quantize_model(const_cast<nn::CausalLM&>(model), nvfp4_config());
+
+  EXPECT_EQ(report.layers.size(), 2u * 7u);
+  EXPECT_EQ(report.kept, std::vector<std::string>{"lm_head"});
+  EXPECT_EQ(report.layers[0].name, "model.layers.0.self_attn.q_proj");
+  EXPECT_EQ(report.layers[0].dense_bytes, 12 * 12 * 4);
+  EXPECT_EQ(report.layers[0].bytes, 12 * 6 + 12 + 4);  // codes, one ragged block a row, the global scale
+  std::vector<std::string> names;
+  for (const nn::NamedTensor& parameter : model.parameters()) names.push_back(parameter.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight",
+                                             "model.layers.0.post_attention_layernorm.weight", "model.layers.1.input_layernorm.weight",
+                                             "model.layers.1.post_attention_layernorm.weight", "model.norm.weight", "lm_head.weight"}));
+}
+
+TEST(QuantizeModel, FusedProjectionsShareTheirTensorScale) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  quantize_model(model, nvfp4_config());
+  const auto global = [&](const std::string& name) { return quant_layer(model, "model.layers.1." + name).weight().parts().global.item(); };
+
+  EXPECT_EQ(global("self_attn.q_proj"), global("self_attn.k_proj"));
+  EXPECT_EQ(global("self_attn.q_proj"), global("self_attn.v_proj"));
+  EXPECT_EQ(global("mlp.gate_proj"), global("mlp.up_proj"));
+  EXPECT_NE(global("self_attn.q_proj"), global("self_attn.o_proj"));
+  EXPECT_NE(global("mlp.gate_proj"), global("mlp.down_proj"));
+}
+
+TEST(QuantizeModel, TheModelIsThatOfTheDecodedWeights) {
+  for (const nn::Architecture architecture : {nn::Architecture::gpt2, nn::Architecture::llama}) {
+    nn::CausalLM model = test::tiny_model(test::tiny_config(architecture)), dense = test::tiny_model(test::tiny_config(architecture));
+    quantize_model(model, nvfp4_config());
+    {
+      const NoGradGuard no_grad;
+      for (const auto& [name, module] : model.modules()) {
+        const auto layer = std::dynamic_pointer_cast<QuantLinear>(module);
+        if (layer == nullptr) continue;
+        for (const nn::NamedTensor& parameter : dense.parameters())
+          if (parameter.name == name + ".weight") parameter.tensor.copy_(layer->dense_weight());
+      }
+    }
+    const Tensor ids = Tensor::from_vector(std::vector<std::int64_t>{1, 2, 3, 4, 5, 6}, {2, 3});
+    const Tensor logits = model.forward(ids), expected = dense.forward(ids);
+    sum(logits).backward();
+    sum(expected).backward();
+
+    EXPECT_TRUE(test::all_close(logits, expected.to_doubles(), 1e-6));
+    const Tensor gradient = model.parameters()[0].tensor.grad();
+    EXPECT_TRUE(test::all_close(gradient, dense.parameters()[0].tensor.grad().to_doubles(), 1e-5));
+  }
+}
+
+TEST(QuantizeModel, PatternsAreNamesTheirEndsOrWildcards) {
+  EXPECT_TRUE(quant::is_excluded("model.layers.0.self_attn.o_proj", {"o_proj"}));
+  EXPECT_TRUE(quant::is_excluded("model.layers.0.self_attn.o_proj", {"layers.0.*"}));
+  EXPECT_TRUE(quant::is_excluded("model.layers.0.self_attn.o_proj", {"model.layers.0.self_attn.o_proj"}));
+  EXPECT_FALSE(quant::is_excluded("model.layers.10.self_attn.o_proj", {"layers.0.*", "proj", "self_attn"}));
+}
+
+TEST(QuantizeModel, RefusesWhatItCannotDoAndChangesNothing) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config());
+  QuantConfig config = nvfp4_config();
+  const std::size_t parameters = model.parameters().size();
+
+  config.exclude = {"lm_head", "out_proj"};
+  EXPECT_EQ(error_of([&] { quantize_model(model, config); }), "quantize.exclude: expected patterns that name a layer of the model, got \"out_proj\"");
+  config.exclude = {"*_proj"};
+  EXPECT_EQ(error_of([&] { quantize_model(model, config); }), "quantize: no layer is left to quantise; exclude fewer than 12");
+  EXPECT_EQ(model.parameters().size(), parameters);
+  quantize_model(model, nvfp4_config());
+  EXPECT_EQ(error_of([&] { quantize_model(model, nvfp4_config()); }),
+            "quantize: 'model.layers.0.self_attn.q_proj' is already quantised or has an adapter; quantise the plain model");
+}
+
+TEST(QuantReport, ShowsEveryLayer) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  const QuantReport report = quantize_model(model, nvfp4_config());
+  const std::string table = to_table(report), json = to_json(report);
+
+  for (const quant::LayerReport& layer : report.layers) {
+    EXPECT_NE(table.find(layer.name), std::string::npos);
+    EXPECT_NE(json.find('"' + layer.name + '"'), std::string::npos);
+  }
+  EXPECT_NE(table.find("kept as it is: lm_head"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace heddle
