@@ -47,6 +47,7 @@ bool fp8_products([[maybe_unused]] const QuantSpec& spec, [[maybe_unused]] Devic
 
 void quant_gemm(const QuantGemmArgs& args, const ExecContext& ctx) {
   check_product(args);
+  if (args.out.numel() == 0) return;
 #if HEDDLE_WITH_CUDA
   make_current(ctx);
   if (ctx.device.is_cuda() && cuda::quant_gemm_of_codes(args, ctx)) return;

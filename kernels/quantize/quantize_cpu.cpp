@@ -160,7 +160,7 @@ void dequantize_typed(const DequantizeArgs& args) {
 
 void amax(const AmaxArgs& args, const ExecContext&) {
   std::array<std::uint32_t, kReductionChunks> parts{};
-  const std::int64_t rows = args.x.shape[0];
+  const std::int64_t rows = args.x.numel() > 0 ? args.x.shape[0] : 0;
   dispatch_float(args.x.dtype, "amax", [&](auto tag) {
     parallel_for(kReductionChunks, 1, [&](std::int64_t from, std::int64_t to) {
       for (std::int64_t i = from; i < to; ++i) {
