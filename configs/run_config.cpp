@@ -62,24 +62,27 @@ std::vector<nn::Conflict> conflicts(const RunConfig& c) {
   return out;
 }
 
-// Takes the model from the config of the base, so that the file need not give it. False if there is no such base.
-bool read_base(RunConfig& config, nn::TransformerConfig& base_model, SectionFields& model, YamlReader& reader) {
-  for (nn::Field& field : model.fields) field.rule.required = false;
+constexpr const char* kBaseForm = "a checkpoint or the output folder of a run";
+
+// The model of the base, so that the file need not give it. Nothing if there is no such base.
+std::optional<nn::TransformerConfig> read_base(const RunConfig& config, YamlReader& reader) {
+  if (reader.is_wrong("base")) return std::nullopt;
+  if (!config.base) {
+    reader.refuse(nn::BadValue("base", concat_text(kBaseForm, ", for lora to adapt"), "null"));
+    return std::nullopt;
+  }
   try {
     const std::filesystem::path folder = nn::open_weights(*config.base);
-    base_model = load_run_config((folder / "config.yaml").string(), {"base=null"}).model;
-    config.model = base_model;
-    return true;
+    return load_run_config((folder / "config.yaml").string(), {}, {}, Base::not_opened).model;
   } catch (const Error& error) {
     const std::string got = concat_text(nn::quoted_text(*config.base), " (", error.what(), ")");
-    reader.refuse(nn::BadValue("base", "a checkpoint or the output folder of a run", got));
-    return false;
+    reader.refuse(nn::BadValue("base", kBaseForm, got));
+    return std::nullopt;
   }
 }
 
 // A base and its model section, where there is one, must be of the same function.
 void check_model_of_base(const RunConfig& run, nn::TransformerConfig base_model) {
-  if (!run.base) return;
   nn::TransformerConfig model = run.model.resolved();
   const std::vector<nn::Field> own = fields(model), wanted = fields(base_model);
   for (std::size_t i = 0; i < own.size(); ++i) {
@@ -90,9 +93,7 @@ void check_model_of_base(const RunConfig& run, nn::TransformerConfig base_model)
 }
 
 void check_lora(const RunConfig& run) {
-  if (!run.lora) return;
-  if (!run.base) throw nn::BadValue("base", "a checkpoint or the output folder of a run, for lora to adapt", "null");
-  lora::plan_layers(lora::linear_layers(run.model), *run.lora);
+  if (run.lora) lora::plan_layers(lora::linear_layers(run.model), *run.lora);
 }
 
 }  // namespace
@@ -112,38 +113,43 @@ std::vector<SectionFields> sections(RunConfig& config) {
 }
 
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides,
-                          const std::vector<RunCheck>& checks) {
+                          const std::vector<RunCheck>& checks, Base base) {
   RunConfig config;
   config.train.output_dir = "runs/" + std::filesystem::path(path).stem().string();
   YamlReader reader(path, overrides);
   const bool has_lora = reader.has_section("lora");
-  config.lora.emplace();
+  config.lora.emplace();  // its keys are known without it
   if (reader.has_section("quantize")) config.quantize.emplace();
   std::vector<SectionFields> all = sections(config);
   reader.read("", all.back().fields);  // the base gives the model's defaults
   all.pop_back();
-  nn::TransformerConfig base_model;
-  const bool has_model = !config.base || read_base(config, base_model, all.front(), reader);
+  const bool has_base = base == Base::opened && (config.base || has_lora);
+  const std::optional<nn::TransformerConfig> base_model = has_base ? read_base(config, reader) : std::nullopt;
+  const bool has_model = !has_base || base_model;
+  if (base_model) config.model = *base_model;
+  if (has_base)
+    for (nn::Field& field : all.front().fields) field.rule.required = false;
   for (const SectionFields& section : all) {
     reader.read(section.name, section.fields);
     if (section.name == "model") config.data.sequence_length = config.model.max_position_embeddings;
   }
   if (!has_lora) config.lora.reset();
-  reader.check("model", nn::conflicts(config.model));
-  reader.check("train", nn::conflicts(config.train));
-  if (has_model) reader.check("", conflicts(config));
-  std::vector<RunCheck> all_checks = {{{"", "model"}, [&](const RunConfig& run) { check_model_of_base(run, base_model); }},
-                                      {{"", "model", "lora"}, check_lora}};
-  all_checks.insert(all_checks.end(), checks.begin(), checks.end());
-  for (const RunCheck& check : all_checks) {
+  const auto attempt = [&](const RunCheck& check) {
     const auto is_unknown = [&](const std::string& section) { return reader.has_mistake(section) || (section == "model" && !has_model); };
-    if (std::ranges::any_of(check.sections, is_unknown)) continue;
+    if (std::ranges::any_of(check.sections, is_unknown)) return;
     try {
       check.run(config);
     } catch (const nn::BadValue& value) {
       reader.refuse(value);
     }
-  }
+  };
+  // First: where the architecture is another one, rules between keys would speak of what follows from it.
+  if (base_model) attempt({{"model"}, [&](const RunConfig& run) { check_model_of_base(run, *base_model); }});
+  reader.check("model", nn::conflicts(config.model));
+  reader.check("train", nn::conflicts(config.train));
+  if (has_model) reader.check("", conflicts(config));
+  attempt({{"model", "lora"}, check_lora});
+  for (const RunCheck& check : checks) attempt(check);
   reader.finish();
   config.model = config.model.resolved();
   return config;

@@ -42,13 +42,17 @@ struct RunCheck {
   std::function<void(const RunConfig&)> run;
 };
 
+// Whether a base is looked at and gives the model, or the file holds the whole model beside it, as the config of a run does: that one can
+// be read wherever the base is by now.
+enum class Base { opened, not_opened };
+
 // Reads a config file; each override is `section.key=value`, its value YAML, and wins over the file. Every optional of the
 // result is filled in. Throws heddle::ConfigError listing every mistake, one a line:
 //   configs/tiny.yaml:12:12: model.num_hidden_layers: expected integer in [1, 10000], got "eight"
 //   --set train.max_step: expected a known key, got "max_step"; did you mean max_steps?
 // What `checks` refuse is among them.
 RunConfig load_run_config(const std::string& path, const std::vector<std::string>& overrides = {},
-                          const std::vector<RunCheck>& checks = {});
+                          const std::vector<RunCheck>& checks = {}, Base base = Base::opened);
 
 // The config as a YAML file that loads as the same config.
 std::string to_yaml(const RunConfig& config);

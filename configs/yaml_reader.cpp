@@ -138,6 +138,25 @@ bool store(const YamlValue& value, std::optional<T>* out) {
   return store(value, &out->emplace());
 }
 
+// The first entry of a map that its field does not take, ` holding "q_proj": 0`, or the name alone where that is what is wrong.
+template <typename T>
+std::string bad_entry(const YamlValue& map, nn::ByName<T>* const&, const nn::FieldRule& rule) {
+  for (std::size_t i = 0; i < map.keys.size(); ++i) {
+    const YamlValue &key = map.keys[i], &item = map.items[i];
+    nn::ByName<T> one;
+    if (store({Kind::map, {}, map.place, {key}, {item}}, &one) && nn::Field{{}, &one, rule}.in_bounds()) continue;
+    const bool is_name = is_text(key) && !key.text.empty() && (rule.accepts == nullptr || rule.accepts(key.text));
+    return " holding " + describe(key) + (is_name ? ": " + describe(item) : "");
+  }
+  return {};
+}
+
+// Of everything else.
+template <typename Target>
+std::string bad_entry(const YamlValue&, const Target&, const nn::FieldRule&) {
+  return {};
+}
+
 // Replaces places in the text of an override by the place of the override itself.
 void set_place(YamlValue& value, Place place) {
   value.place = place;
@@ -250,7 +269,8 @@ void YamlReader::read_value(const std::string& name, const YamlValue& value, con
   const YamlValue list = {Kind::list, {}, value.place, {}, {value}};
   const bool stored = std::visit([&](const auto& target) { return store(is_one ? list : value, target); }, field.target);
   if (!stored || !field.in_bounds()) {
-    report(value.place, name, concat_text("expected ", field.expected(), ", got ", describe(value)));
+    const std::string entry = std::visit([&](const auto& target) { return bad_entry(value, target, field.rule); }, field.target);
+    report(value.place, name, concat_text("expected ", field.expected(), ", got ", describe(value), entry));
   }
 }
 
@@ -279,7 +299,10 @@ void YamlReader::refuse(const nn::BadValue& value) {
          concat_text("expected ", value.expected(), ", got ", value.got(), is_given ? "" : " (the default)"));
 }
 
-bool YamlReader::has_section(std::string_view section) const { return find_section(section) != nullptr; }
+bool YamlReader::has_section(std::string_view section) const {
+  const YamlValue* found = find_section(section);
+  return found != nullptr && found->kind != Kind::null;
+}
 
 bool YamlReader::has_mistake(std::string_view section) const {
   return std::ranges::any_of(wrong_, [section](const std::string& name) {

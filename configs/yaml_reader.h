@@ -36,8 +36,11 @@ class YamlReader {
   // Records a value that a further check refused.
   void refuse(const nn::BadValue& value);
 
-  // Whether the section is there, if only by its name.
+  // Whether the section is there and not null.
   bool has_section(std::string_view section) const;
+
+  // Whether the key, given by its full name, or its whole section is known to be wrong.
+  bool is_wrong(const std::string& name) const;
 
   // Whether a key of the section is known to be wrong; "" is the top level.
   bool has_mistake(std::string_view section) const;
@@ -58,7 +61,6 @@ class YamlReader {
   std::string suggestion(const std::string& section, const std::string& key) const;
   const YamlValue* find_section(std::string_view section) const;
   Place start_of(std::string_view section) const;  // where a missing key would go
-  bool is_wrong(const std::string& name) const;    // the key, or its whole section
   void report(Place place, const std::string& name, const std::string& text);
   [[noreturn]] void throw_mistakes();
 

@@ -57,11 +57,13 @@ bool matches(const std::string& target, const Candidate& candidate) {
   std::set<std::string> names;
   for (const Candidate& candidate : all) names.insert(last_part(candidate.name));
   const std::string wanted = last_part(target);
-  const auto nearest = std::ranges::min_element(names, {}, [&](const std::string& name) { return nn::edit_distance(wanted, name); });
+  const auto distance = [&](const std::string& name) { return nn::edit_distance(wanted, name); };
+  const auto nearest = std::ranges::min_element(names, {}, distance);
   std::string expected = "names of layers, of which there are";
   for (const std::string& name : names) expected += (name == *names.begin() ? " " : ", ") + name;
   std::string got = nn::quoted_text(target) + ", which is none of them";
-  if (nearest != names.end() && nn::edit_distance(wanted, *nearest) <= 2) got += "; did you mean " + *nearest + "?";
+  const bool is_clear = nearest != names.end() && std::ranges::count(names, distance(*nearest), distance) == 1;  // c_proj is as near to all
+  if (is_clear && distance(*nearest) <= 2) got += "; did you mean " + *nearest + "?";
   throw nn::BadValue(kTargetsKey, expected, got);
 }
 

@@ -39,7 +39,7 @@ double LoraConfig::scale_of(const std::string& layer) const {
 
 std::vector<nn::Field> fields(LoraConfig& c) {
   constexpr nn::EnumNames<InitLoraWeights> kInits{kInitNames};
-  constexpr std::string_view kPatterns = "patterns of names";
+  constexpr std::string_view kPatterns = "regular expressions for names";
   return {
       {"r", &c.r, {.range = nn::count_from(1)}},
       {"lora_alpha", &c.lora_alpha, {.range = nn::above(0)}},

@@ -403,14 +403,58 @@ TEST_F(Config, MistakesOfFineTuningAreAllReported) {
   EXPECT_EQ(mistakes(path, {"base=" + base, "lora.target_modules=k_porj"}),
             "--set lora.target_modules: expected names of layers, of which there are c_attn, down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, "
             "up_proj, v_proj, got \"k_porj\", which is none of them; did you mean k_proj?");
-  EXPECT_EQ(mistakes(path, {"base=" + base, "lora.r=0", "lora.rank_pattern={q_proj: 0}", "lora.alpha_pattern={'(': 1}", "lora.lora_dropout=1",
+  EXPECT_EQ(mistakes(path, {"base=" + base, "lora.r=0", "lora.rank_pattern={k_proj: 2, q_proj: 0}", "lora.alpha_pattern={'(': 1}", "lora.lora_dropout=1",
                             "lora.init_lora_weights=olora", "lora.lora_alhpa=3"}),
             "--set lora.r: expected integer in [1, 1e+09], got 0\n"
-            "--set lora.rank_pattern: expected map of patterns of names to integer in [1, 1e+09], got a map\n"
-            "--set lora.alpha_pattern: expected map of patterns of names to number > 0, got a map\n"
+            "--set lora.rank_pattern: expected map of regular expressions for names to integer in [1, 1e+09], got a map holding \"q_proj\": 0\n"
+            "--set lora.alpha_pattern: expected map of regular expressions for names to number > 0, got a map holding \"(\"\n"
             "--set lora.lora_dropout: expected number in [0, 1), got 1\n"
             "--set lora.init_lora_weights: expected one of true, gaussian, pissa, got \"olora\"\n"
             "--set lora.lora_alhpa: expected a known key, got \"lora_alhpa\"; did you mean lora_alpha?");
+}
+
+TEST_F(Config, LoraWithoutABaseAsksForOneAndNotForAModel) {
+  EXPECT_EQ(mistakes(write(kFineTune), {"base=null"}), "--set base: expected a checkpoint or the output folder of a run, for lora to adapt, got null");
+}
+
+TEST_F(Config, AnotherArchitectureThanTheBasesIsWhatTheMessageIsAbout) {
+  const std::string base = make_base(to_yaml(load(write(kRequiredKeys))));
+
+  EXPECT_EQ(mistakes(write(kFineTune), {"base=" + base, "model.architecture=gpt2"}), "--set model.architecture: expected the base's, llama, got gpt2");
+}
+
+TEST_F(Config, WhatIsNoBaseIsTheOneMistake) {
+  const std::string whole = to_yaml(load(write(kRequiredKeys))), path = write(kFineTune);
+  const fs::path base = make_base(whole), cut = folder_ / "cut", bare = folder_ / "bare", adapter = folder_ / "adapter";
+  fs::copy(base, cut);
+  fs::resize_file(cut / "model.safetensors", 5);
+  fs::copy(base, bare);
+  fs::remove(bare / "config.yaml");
+  fs::copy(base, adapter);
+  fs::rename(adapter / "model.safetensors", adapter / "adapter_model.safetensors");
+
+  for (const fs::path& bad : {fs::path(path), cut, bare, adapter, folder_ / "none"}) {
+    const std::string found = mistakes(path, {"base=" + bad.string()});
+    EXPECT_TRUE(found.starts_with("--set base: expected a checkpoint or the output folder of a run, got \"" + bad.string())) << found;
+    EXPECT_EQ(found.find('\n'), std::string::npos) << found;
+  }
+}
+
+TEST_F(Config, NullLoraIsNoneAndAnEmptyMapIsItsDefaults) {
+  const std::string base = "base=" + make_base(to_yaml(load(write(kRequiredKeys)))), path = write(kFineTune);
+
+  EXPECT_FALSE(load(path, {base, "lora=null"}).lora);
+  EXPECT_EQ(load(path, {base, "lora={}"}).lora, lora::LoraConfig{});
+  EXPECT_FALSE(load(write(std::string(kRequiredKeys) + "lora:\n")).lora);
+}
+
+TEST_F(Config, ThatOfARunCanBeReadWithoutItsBase) {
+  const std::string base = make_base(to_yaml(load(write(kRequiredKeys))));
+  const RunConfig run = load(write(kFineTune), {"base=" + base});
+  const std::string own = write(to_yaml(run), "own.yaml");
+  fs::remove_all(base);
+
+  EXPECT_EQ(load_run_config(own, {}, {}, Base::not_opened), run);
 }
 
 TEST_F(Config, ChecksOfTheModelWaitForItsBase) {

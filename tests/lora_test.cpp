@@ -160,6 +160,9 @@ TEST(PlanLayers, TargetThatMatchesNothingNamesTheNearest) {
   EXPECT_EQ(plan_error({.target_modules = {"lm_head"}}),  // tied to the embedding, which an adapter must not change
             "lora.target_modules: expected names of layers, of which there are c_attn, down_proj, k_proj, o_proj, q_proj, up_proj, v_proj, "
             "got \"lm_head\", which is none of them");
+  EXPECT_EQ(plan_error({.target_modules = {"c_proj"}}),  // as near to four names
+            "lora.target_modules: expected names of layers, of which there are c_attn, down_proj, k_proj, o_proj, q_proj, up_proj, v_proj, "
+            "got \"c_proj\", which is none of them");
   EXPECT_EQ(plan_error({.target_modules = {"q_proj", "c_attn"}}),
             "lora.target_modules: expected each layer once, got model.layers.0.self_attn.q_proj by itself and as part of c_attn");
   EXPECT_EQ(plan_error({.rank_pattern = {{"up_proj", 3}}}),
