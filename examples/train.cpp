@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
@@ -102,7 +103,7 @@ std::string precision_text(const nn::TrainConfig& train) {
 // Whether a file is one that a run wrote: nothing in it gets lost when another run writes it again.
 bool is_resolved_config(const std::string& path) {
   try {
-    return nn::read_file(path) == config::to_yaml(config::load_run_config(path));
+    return nn::read_file(path) == config::to_yaml(config::load_run_config(path, {}, {}, config::Base::not_opened));
   } catch (const Error&) {
     return false;
   }
@@ -114,6 +115,15 @@ void check_output_folder(const std::string& config_path, const config::RunConfig
   if (is_same && !is_resolved_config(config_path)) {
     throw nn::BadValue("train.output_dir", "another folder than the config file's, where config.yaml is the run's own",
                        nn::quoted_text(run.train.output_dir));
+  }
+  if (!run.base) return;
+  const fs::path base = fs::weakly_canonical(*run.base), output = fs::weakly_canonical(run.train.output_dir);
+  const auto holds = [](const fs::path& folder, const fs::path& path) {
+    return std::ranges::mismatch(folder, path).in1 == folder.end();
+  };
+  if (holds(base, output) || holds(output, base)) {  // which would move the base, or clear it away with other checkpoints
+    throw nn::BadValue("train.output_dir", "a folder neither in the base's nor around it",
+                       concat_text(nn::quoted_text(run.train.output_dir), ", with base ", nn::quoted_text(*run.base)));
   }
 }
 
@@ -134,7 +144,8 @@ std::vector<std::string> check_resume(const config::RunConfig& run) {
   const auto from = checkpoint_to_resume(run.train);
   if (!from) return {};
   const std::string path = nn::printable_path(from->folder);
-  const auto changes = config::resume_changes(config::load_run_config((from->folder / "config.yaml").string()), run);
+  const auto before = config::load_run_config((from->folder / "config.yaml").string(), {}, {}, config::Base::not_opened);
+  const auto changes = config::resume_changes(before, run);
   if (!changes.refused.empty()) {
     std::string got = path + ", which has ";
     for (const std::string& change : changes.refused) got += (&change == &changes.refused.front() ? "" : "; ") + change;
@@ -149,7 +160,7 @@ int run_train(const TrainCommand& command) {
   std::vector<std::string> warnings;
   const auto [run, device, data] = load_training(
       command.config, command.overrides,
-      {{{"train"}, [&](const auto& config) { check_output_folder(command.config, config); }},
+      {{{"", "train"}, [&](const auto& config) { check_output_folder(command.config, config); }},
        {{"model", "data", "train"}, [&](const auto& config) { warnings = check_resume(config); }}});
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);

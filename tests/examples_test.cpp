@@ -108,6 +108,35 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
 
 INSTANTIATE_TEST_SUITE_P(Examples, FineTuning, testing::Values("tiny", "arithmetic"), [](const auto& info) { return info.param; });
 
+TEST(Tool, AdapterIsResumedOnABaseThatWasMoved) {
+  const test::TempFolder folder;
+  const fs::path base = folder.path() / "base", moved = folder.path() / "moved", run = folder.path() / "run";
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  const std::string train = train_three_steps("configs/arithmetic_lora.yaml", run) + " --set base=";
+  ASSERT_EQ(heddle(train + base.string()).exit_code, 0);
+  fs::rename(base, moved);
+
+  const Outcome resumed = heddle(train + moved.string() + " --set train.max_steps=4 --set train.resume_from_checkpoint=auto");
+
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_NE(resumed.output.find("has base \"" + base.string() + "\", here \"" + moved.string() + "\"\n"), std::string::npos) << resumed.output;
+}
+
+TEST(Tool, RunDoesNotWriteIntoItsBase) {
+  const test::TempFolder folder;
+  const fs::path base = folder.path() / "base", link = folder.path() / "link";
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  fs::create_directory_symlink(base, link);
+
+  for (const fs::path& output : {base, base / "", link, base / "checkpoint-3/run", folder.path()}) {
+    const Outcome outcome = heddle(train_three_steps("configs/arithmetic_lora.yaml", output) + " --set base=" + base.string());
+    EXPECT_EQ(outcome.exit_code, 2) << outcome.output;
+    EXPECT_EQ(outcome.output, "heddle: --set train.output_dir: expected a folder neither in the base's nor around it, got \"" + output.string() +
+                                  "\", with base \"" + base.string() + "\"\n");
+  }
+  EXPECT_TRUE(fs::exists(base / "checkpoint-3"));
+}
+
 // The base quantised as the run starts, and once beforehand: the same bytes, so the same losses.
 TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
   const test::TempFolder folder;
@@ -241,7 +270,8 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
         "generate --model runs --prompt x --seed 99999999999999999999", "generate --model runs --prompt x --top-k 99999999999999999999",
         "attention --input a --output b --scale 0", "attention --input a --output b --scale nan", "attention --input a --output b --device tpu",
         "attention --input README.md --output ./README.md", "merge --base runs --adapter runs --output tests",
-        "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
+        "merge --base runs --adapter runs --output ''", "generate --model runs --prompt x --adapter ''",
+        "quantize --model runs --format fp4 --output ''", "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
     EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
 }
 
