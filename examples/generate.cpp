@@ -49,8 +49,9 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("generate", "Continue a text with a trained model");
   const auto command = std::make_shared<GenerateCommand>();
   nn::SamplingOptions& sampling = command->sampling;
-  sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--adapter", command->adapter, "An adapter trained on this model: its folder, or the output folder of a run: its best checkpoint");
+  sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required()->check(non_empty());
+  sub->add_option("--adapter", command->adapter, "An adapter trained on this model: its folder, or the output folder of a run: its best checkpoint")
+      ->check(non_empty());
   sub->add_option("--prompt", command->prompt, "Text to continue; of one longer than the model's context, the end")->required();
   sub->add_option("--max-new-tokens", sampling.max_new_tokens, "How many tokens to add")->check(integer_in(0))->capture_default_str();
   sub->add_option("--temperature", sampling.temperature, "0 takes the most probable token each time")

@@ -1,6 +1,7 @@
 #include <iostream>
 
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "lora/adapter_file.h"
 #include "nn/atomic_file.h"
@@ -54,9 +55,10 @@ int run_merge(const MergeCommand& command) {
 void add_merge_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("merge", "Write a model with an adapter's changes in its weights");
   const auto command = std::make_shared<MergeCommand>();
-  sub->add_option("--base", command->base, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--adapter", command->adapter, "An adapter trained on it: its folder, or the output folder of a run: its best checkpoint")->required();
-  sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required();
+  sub->add_option("--base", command->base, "A checkpoint, or the output folder of a run: its best checkpoint")->required()->check(non_empty());
+  sub->add_option("--adapter", command->adapter, "An adapter trained on it: its folder, or the output folder of a run: its best checkpoint")
+      ->required()->check(non_empty());
+  sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required()->check(non_empty());
   sub->footer("Example: heddle merge --base runs/tiny --adapter runs/tiny_lora --output runs/merged");
   sub->callback([command, &exit_code] { exit_code = run_merge(*command); });
 }

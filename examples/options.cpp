@@ -22,4 +22,9 @@ CLI::Validator number_in(const nn::Range& range) {
   return CLI::Validator(check, "");
 }
 
+CLI::Validator non_empty() {
+  const auto check = [](std::string& text) { return text.empty() ? std::string("expected a path, got \"\"") : std::string(); };
+  return CLI::Validator(check, "");
+}
+
 }  // namespace heddle::examples

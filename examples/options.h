@@ -4,12 +4,15 @@
 
 #include "nn/config_field.h"
 
-// Checks of numbers on the command line, by the rules of the numbers in a config file: the whole text must be the number,
-// and a number that does not fit is refused rather than cut.
+// Checks of values on the command line.
 
 namespace heddle::examples {
 
+// By the rules of the numbers in a config file: the whole text must be the number, and a number that does not fit is refused rather than cut.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high = std::numeric_limits<std::int64_t>::max());
 CLI::Validator number_in(const nn::Range& range);
+
+// A path: "" would stand for the folder that the program runs in.
+CLI::Validator non_empty();
 
 }  // namespace heddle::examples

@@ -2,6 +2,7 @@
 #include <iostream>
 
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
@@ -76,9 +77,9 @@ int run_quantize(const QuantizeCommand& command) {
 void add_quantize_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("quantize", "Store a model's Linear weights in 4 or 8 bits, or compare what formats cost");
   const auto command = std::make_shared<QuantizeCommand>();
-  sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required();
+  sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required()->check(non_empty());
   sub->add_option("--format", command->format, "fp8_e4m3, mxfp4 or nvfp4");
-  sub->add_option("--output", command->output, "The folder to write, replacing one that is there");
+  sub->add_option("--output", command->output, "The folder to write, replacing one that is there")->check(non_empty());
   sub->add_option("--exclude", command->exclude, "A layer to leave as it is, beside lm_head: its name, the end of it, or wildcards")
       ->allow_extra_args(false);
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);

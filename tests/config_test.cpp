@@ -368,7 +368,6 @@ TEST_F(Config, ResumeRefusesAnotherFunctionAndNotesAnotherTraining) {
 }
 
 // Fine-tuning
-
 constexpr std::string_view kFineTune = R"(base: BASE
 data:
   source: text
@@ -399,6 +398,8 @@ TEST_F(Config, MistakesOfFineTuningAreAllReported) {
   EXPECT_EQ(mistakes(path, {"base=null", "model.architecture=gpt2", "model.hidden_size=48", "model.num_hidden_layers=2", "model.num_attention_heads=6",
                             "model.max_position_embeddings=40"}),
             "--set base: expected a checkpoint or the output folder of a run, for lora to adapt, got null");
+  EXPECT_EQ(mistakes(path, {"base=null"}), "--set base: expected a checkpoint or the output folder of a run, for lora to adapt, got null");
+  EXPECT_EQ(mistakes(path, {"base=" + base, "model.architecture=gpt2"}), "--set model.architecture: expected the base's, llama, got gpt2");
   EXPECT_EQ(mistakes(path, {"base=" + base, "model.hidden_size=96"}), "--set model.hidden_size: expected the base's, 48, got 96");
   EXPECT_EQ(mistakes(path, {"base=" + base, "lora.target_modules=k_porj"}),
             "--set lora.target_modules: expected names of layers, of which there are c_attn, down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, "
@@ -411,16 +412,6 @@ TEST_F(Config, MistakesOfFineTuningAreAllReported) {
             "--set lora.lora_dropout: expected number in [0, 1), got 1\n"
             "--set lora.init_lora_weights: expected one of true, gaussian, pissa, got \"olora\"\n"
             "--set lora.lora_alhpa: expected a known key, got \"lora_alhpa\"; did you mean lora_alpha?");
-}
-
-TEST_F(Config, LoraWithoutABaseAsksForOneAndNotForAModel) {
-  EXPECT_EQ(mistakes(write(kFineTune), {"base=null"}), "--set base: expected a checkpoint or the output folder of a run, for lora to adapt, got null");
-}
-
-TEST_F(Config, AnotherArchitectureThanTheBasesIsWhatTheMessageIsAbout) {
-  const std::string base = make_base(to_yaml(load(write(kRequiredKeys))));
-
-  EXPECT_EQ(mistakes(write(kFineTune), {"base=" + base, "model.architecture=gpt2"}), "--set model.architecture: expected the base's, llama, got gpt2");
 }
 
 TEST_F(Config, WhatIsNoBaseIsTheOneMistake) {
