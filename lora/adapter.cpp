@@ -10,6 +10,7 @@
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "lora/name_pattern.h"
 #include "lora/pissa.h"
 #include "nn/transformer.h"
 
@@ -70,7 +71,7 @@ bool matches(const std::string& target, const Candidate& candidate) {
 template <typename Value>
 void check_patterns(const char* key, const nn::ByName<Value>& patterns, const std::vector<std::string>& adapted) {
   for (const auto& [pattern, value] : patterns)
-    if (std::ranges::none_of(adapted, [&](const std::string& name) { return pattern_fits(pattern, name); }))
+    if (std::ranges::none_of(adapted, [&](const std::string& name) { return fits_ending(pattern, name); }))
       throw nn::BadValue(key, "patterns of names of adapted layers, such as " + adapted.front(),
                          nn::quoted_text(pattern) + ", which fits none");
 }
@@ -175,7 +176,7 @@ std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const
     for (const std::string& part : candidate.parts)
       if (!taken.insert(part).second)
         throw nn::BadValue(kTargetsKey, "each layer once", concat_text(part, " by itself and as part of ", kFused));
-    out.push_back({candidate.parts, config.rank_of(candidate.name), config.alpha_of(candidate.name), config.scale_of(candidate.name)});
+    out.push_back({candidate.parts, rank_of(config, candidate.name), alpha_of(config, candidate.name), scale_of(config, candidate.name)});
     adapted.push_back(candidate.name);
   }
   check_patterns("lora.rank_pattern", config.rank_pattern, adapted);

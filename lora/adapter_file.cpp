@@ -11,6 +11,7 @@
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "lora/name_pattern.h"
 #include "lora/peft_config.h"
 #include "nn/atomic_file.h"
 #include "nn/hf_names.h"
@@ -143,7 +144,7 @@ std::optional<FileLayer> file_layer(const HfLayer& layer, const std::map<std::st
   out.a = is_one ? lead.a : concat(as, 0);
   out.b = concat(bs, 0);
   if (config.use_dora) out.magnitude = concat(magnitudes, 0);
-  if (!is_one) out.alpha = lead.scale * (config.use_rslora ? std::sqrt(static_cast<double>(r)) : static_cast<double>(r));
+  if (!is_one) out.alpha = lead.scale * rank_divisor(config, r);
   return out;
 }
 
@@ -235,7 +236,7 @@ struct Contents {
 void add_separate_parts(Contents& out, const HfLayer& layer, const FileLayer& whole, const std::string& ranks, const PeftConfig& config,
                         TensorReader& reader) {
   std::istringstream in(ranks);
-  const double scale = config.scale_of(layer.name);
+  const double scale = scale_of(config, layer.name);
   const std::int64_t total = whole.a.size(0);
   std::int64_t column = 0, row = 0;
   std::size_t i = 0;
@@ -244,7 +245,7 @@ void add_separate_parts(Contents& out, const HfLayer& layer, const FileLayer& wh
     const Tensor block = rows(whole.b, row, row_end);
     const auto is_zero = [](const Tensor& x) { return std::ranges::all_of(x.to_doubles(), [](double value) { return value == 0; }); };
     if (!is_zero(slice(block, 1, 0, column)) || !is_zero(slice(block, 1, column + r, total))) break;
-    const double alpha = scale * (config.use_rslora ? std::sqrt(static_cast<double>(r)) : static_cast<double>(r));
+    const double alpha = scale * rank_divisor(config, r);
     if (r > 0)
       out.add({{layer.parts[i].name}, r, alpha, scale},
               {rows(whole.a, column, column + r), slice(block, 1, column, column + r), rows(whole.magnitude, row, row_end)});
@@ -263,19 +264,19 @@ Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config
   for (const HfLayer& layer : layers) {
     if (!config.targets(layer.name)) continue;
     ++targets;
-    const std::int64_t r = config.rank_of(layer.name);
+    const std::int64_t r = rank_of(config, layer.name);
     std::int64_t out_features = 0;
     for (const std::int64_t size : layer.sizes()) out_features += size;
     FileLayer whole{.a = reader.take(layer.key(".lora_A.weight"), {r, layer.parts[0].own->in_features()}),
                     .b = reader.take(layer.key(".lora_B.weight"), {out_features, r}),
-                    .alpha = config.alpha_of(layer.name)};
+                    .alpha = alpha_of(config, layer.name)};
     if (config.use_dora) whole.magnitude = reader.take(layer.key(".lora_magnitude_vector"), {out_features});
     if (!whole.a.defined() || !whole.b.defined()) continue;
     if (const auto ranks = file.metadata().find(kRanksKey + layer.name); ranks != file.metadata().end()) {
       add_separate_parts(out, layer, whole, ranks->second, config, reader);
       continue;
     }
-    LayerPlan plan{{}, r, whole.alpha, config.scale_of(layer.name)};
+    LayerPlan plan{{}, r, whole.alpha, scale_of(config, layer.name)};
     for (const Part& part : layer.parts) plan.names.push_back(part.name);
     out.add(std::move(plan), std::move(whole));
   }

@@ -31,21 +31,15 @@ struct LoraConfig {
   std::vector<std::string> target_modules{"q_proj", "k_proj", "v_proj", "o_proj"};
   bool use_rslora = false;  // scale alpha / sqrt(r) instead of alpha / r. Kalajdzievski 2023
   InitLoraWeights init_lora_weights = InitLoraWeights::kaiming;
-  // r and lora_alpha of some layers: the first entry whose regular expression is the name, or its end after a dot, counts.
+  // r and lora_alpha of some layers: the first entry whose regular expression is the name, or its end after a dot, counts
+  // (Note: Patterns of names, lora/name_pattern.h).
   nn::ByName<std::int64_t> rank_pattern;
   nn::ByName<double> alpha_pattern;
   bool use_dora = false;         // weights rescaled to learned row norms. Liu et al. 2024
   double loraplus_lr_ratio = 1;  // learning rate of B and of DoRA's norms over that of A. Hayou et al. 2024
 
-  std::int64_t rank_of(const std::string& layer) const;
-  double alpha_of(const std::string& layer) const;
-  double scale_of(const std::string& layer) const;  // alpha / r, or alpha / sqrt(r) with use_rslora
-
   friend bool operator==(const LoraConfig&, const LoraConfig&) = default;
 };
-
-// Whether a key of rank_pattern or alpha_pattern is meant for a layer.
-bool pattern_fits(const std::string& pattern, const std::string& layer);
 
 // The fields point into `config`.
 std::vector<nn::Field> fields(LoraConfig& config);

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "kernels/runtime/check.h"
+#include "lora/name_pattern.h"
+#include "nn/json_text.h"
 #include "nn/posix_file.h"
 
 namespace heddle::lora {
@@ -58,11 +60,11 @@ class Reader {
 
   std::int64_t rank(const std::string& key, const Json& value) const {
     constexpr std::int64_t kMost = std::int64_t{1} << 31;  // keeps products of sizes in 64 bits
-    require(value.is_number_integer() && value >= Json(1) && value <= Json(kMost), key, " must be an integer >= 1, got ", value.dump());
+    require(value.is_number_integer() && value >= Json(1) && value <= Json(kMost), key, " must be an integer in [1, ", kMost, "], got ", start_of(value.dump()));
     return value.get<std::int64_t>();
   }
   double number(const std::string& key, const Json& value) const {
-    require(value.is_number() && std::isfinite(value.get<double>()), key, " must be a number, got ", value.dump());
+    require(value.is_number() && std::isfinite(value.get<double>()), key, " must be a number, got ", start_of(value.dump()));
     return value.get<double>();
   }
   bool flag(const std::string& key, bool otherwise = false) {
@@ -71,7 +73,7 @@ class Reader {
     return value == nullptr ? otherwise : value->get<bool>();
   }
   std::string text(const std::string& key, const Json& value) const {
-    require(value.is_string(), key, " must hold text, got ", value.dump());
+    require(value.is_string(), key, " must hold text, got ", start_of(value.dump()));
     return value.get<std::string>();
   }
 
@@ -91,8 +93,23 @@ class Reader {
     const Json* value = find(key);
     if (value == nullptr) return out;
     require(value->is_object(), key, " must be an object");
-    for (const auto& [name, item] : value->items()) out.emplace_back(name, read(key + "." + name, item));
+    for (const auto& [name, item] : value->items()) {
+      check_pattern(key, name);
+      out.emplace_back(name, read(key + "." + start_of(name), item));
+    }
     return out;
+  }
+  // Names, or one pattern.
+  std::vector<std::string> names(const std::string& key, bool& are_pattern) {
+    const Json* value = find(key);
+    are_pattern = value != nullptr && value->is_string() && *value != Json("");
+    if (are_pattern) check_pattern(key, value->get<std::string>());
+    if (value == nullptr || *value == Json("")) return {};
+    return list<std::string>(key, [this](const std::string& name, const Json& item) { return text(name, item); });
+  }
+  void check_pattern(const std::string& key, const std::string& pattern) const {
+    const std::string_view problem = pattern_problem(pattern);
+    require(problem.empty(), key, " holds '", start_of(pattern), "', which ", problem);
   }
 
   // A key that was not asked for must hold its default, or nothing at all where we do not know the key.
@@ -102,7 +119,7 @@ class Reader {
       if (seen_.count(key) > 0 || kNotes.count(key) > 0) continue;
       const bool is_nothing = value.is_null() || value == Json(false) || value == Json::object() || value == Json::array();
       const bool is_default = defaults.contains(key) && defaults[key] == value;
-      require(is_nothing || is_default, nn::printable(key), " is ", value.dump(), "; adapters with this option cannot be used here");
+      require(is_nothing || is_default, start_of(key), " is ", start_of(value.dump()), "; adapters with this option cannot be used here");
     }
   }
 
@@ -115,19 +132,13 @@ class Reader {
 std::string init_name(Reader& in) {
   const Json* value = in.find("init_lora_weights");
   const std::string name = value == nullptr ? "true" : value->is_string() ? value->get<std::string>() : value->dump();
-  in.require(kInits.count(name) > 0, "init_lora_weights is ", nn::printable(name), ", which changes the base; save the adapter as plain LoRA");
+  in.require(kInits.count(name) > 0, "init_lora_weights is ", start_of(name), ", which changes the base; save the adapter as plain LoRA");
   return name;
 }
 
-std::regex regex_of(const std::string& pattern, const char* key) {
-  try {
-    return std::regex(pattern);
-  } catch (const std::regex_error&) {
-    throw Error(concat_text("adapter_config.json: ", key, " holds ", nn::printable(pattern), ", which is not a regular expression"));
-  }
-}
-
-bool is_in(const std::vector<std::string>& names, const std::string& module) {
+// Whether one of the names is the module's or the end of it after a dot, or the one pattern fits it.
+bool is_in(const std::vector<std::string>& names, bool are_pattern, const std::string& module) {
+  if (are_pattern) return fits_name(names.front(), module);
   return std::any_of(names.begin(), names.end(),
                      [&](const std::string& name) { return module == name || module.ends_with("." + name); });
 }
@@ -140,13 +151,6 @@ std::optional<std::int64_t> layer_of(const std::string& module) {
   return std::stoll(match[1]);
 }
 
-template <typename Value>
-Value value_of(const std::vector<std::pair<std::string, Value>>& pattern, const char* key, const std::string& module, Value otherwise) {
-  for (const auto& [ending, value] : pattern)
-    if (std::regex_match(module, regex_of("(.*\\.)?(" + ending + ")", key))) return value;
-  return otherwise;
-}
-
 Json number_json(double value) {
   const bool is_whole = value == std::trunc(value) && std::abs(value) < 0x1p53;
   return is_whole ? Json(static_cast<std::int64_t>(value)) : Json(value);
@@ -155,37 +159,25 @@ Json number_json(double value) {
 }  // namespace
 
 bool PeftConfig::targets(const std::string& module) const {
-  if (is_in(exclude_modules, module)) return false;
-  if (targets_are_pattern) return std::regex_match(module, regex_of(target_modules.front(), "target_modules"));
-  if (!is_in(target_modules, module)) return false;
-  if (layers_to_transform.empty()) return true;
+  if (is_in(exclude_modules, excludes_are_pattern, module) || !is_in(target_modules, targets_are_pattern, module)) return false;
+  if (targets_are_pattern || layers_to_transform.empty()) return true;
   const auto layer = layer_of(module);
   return layer && std::find(layers_to_transform.begin(), layers_to_transform.end(), *layer) != layers_to_transform.end();
 }
 
-std::int64_t PeftConfig::rank_of(const std::string& module) const { return value_of(rank_pattern, "rank_pattern", module, r); }
-
-double PeftConfig::alpha_of(const std::string& module) const { return value_of(alpha_pattern, "alpha_pattern", module, lora_alpha); }
-
-double PeftConfig::scale_of(const std::string& module) const {
-  const auto rank = static_cast<double>(rank_of(module));
-  return alpha_of(module) / (use_rslora ? std::sqrt(rank) : rank);
-}
-
 PeftConfig read_peft_config(const fs::path& path) {
-  const Json json = Json::parse(nn::read_file(path), nullptr, /*allow_exceptions=*/false);
-  HEDDLE_CHECK(json.is_object(), nn::printable_path(path), ": not a JSON object");
+  const auto json = nn::parse_json<Json>(nn::read_file(path));
+  HEDDLE_CHECK(json.is_object(), nn::printable_path(path), ": not a JSON object of at most ", nn::kMaxJsonDepth, " levels");
   Reader in(path, json);
-  const auto text = [&in](const std::string& key, const Json& value) { return in.text(key, value); };
   const auto number = [&in](const std::string& key, const Json& value) { return in.number(key, value); };
   const auto rank = [&in](const std::string& key, const Json& value) { return in.rank(key, value); };
   const auto index = [&in](const std::string& key, const Json& value) {
-    in.require(value.is_number_unsigned(), key, " must hold numbers of layers, got ", value.dump());
+    in.require(value.is_number_unsigned(), key, " must hold numbers of layers, got ", start_of(value.dump()));
     return value.get<std::int64_t>();
   };
 
   const std::string type = in.text("peft_type", in.need("peft_type"));
-  in.require(type == "LORA", "peft_type is ", nn::printable(type), "; only LORA adapters can be used here");
+  in.require(type == "LORA", "peft_type is ", start_of(type), "; only LORA adapters can be used here");
   PeftConfig out;
   if (const Json* base = in.find("base_model_name_or_path")) out.base_model_name_or_path = in.text("base_model_name_or_path", *base);
   out.r = in.rank("r", in.need("r"));
@@ -196,12 +188,10 @@ PeftConfig read_peft_config(const fs::path& path) {
   out.use_dora = in.flag("use_dora");
   out.fan_in_fan_out = in.flag("fan_in_fan_out");
   out.init_lora_weights = init_name(in);
-  out.targets_are_pattern = in.need("target_modules").is_string();
-  out.target_modules = in.list<std::string>("target_modules", text);
+  in.need("target_modules");
+  out.target_modules = in.names("target_modules", out.targets_are_pattern);
   in.require(!out.target_modules.empty(), "target_modules is empty");
-  in.require(out.targets_are_pattern || in.find("exclude_modules") == nullptr || in.find("exclude_modules")->is_array(),
-             "exclude_modules must be a list of names");
-  out.exclude_modules = in.list<std::string>("exclude_modules", text);
+  out.exclude_modules = in.names("exclude_modules", out.excludes_are_pattern);
   out.layers_to_transform = in.list<std::int64_t>("layers_to_transform", index);
   out.rank_pattern = in.pattern<std::int64_t>("rank_pattern", rank);
   out.alpha_pattern = in.pattern<double>("alpha_pattern", number);
@@ -224,7 +214,8 @@ std::string peft_config_text(const PeftConfig& config) {
     out["init_lora_weights"] = config.init_lora_weights;
   if (config.targets_are_pattern) out["target_modules"] = config.target_modules.front();
   else out["target_modules"] = config.target_modules;
-  if (!config.exclude_modules.empty()) out["exclude_modules"] = config.exclude_modules;
+  if (config.excludes_are_pattern) out["exclude_modules"] = config.exclude_modules.front();
+  else if (!config.exclude_modules.empty()) out["exclude_modules"] = config.exclude_modules;
   if (!config.layers_to_transform.empty()) out["layers_to_transform"] = config.layers_to_transform;
   for (const auto& [name, rank] : config.rank_pattern) out["rank_pattern"][name] = rank;
   for (const auto& [name, alpha] : config.alpha_pattern) out["alpha_pattern"][name] = number_json(alpha);

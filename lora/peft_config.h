@@ -21,18 +21,16 @@ struct PeftConfig {
   std::string init_lora_weights = "true";  // true, false or the name of a method
   bool targets_are_pattern = false;        // target_modules is one regular expression for whole names
   std::vector<std::string> target_modules;     // names, or ends of names after a dot
-  std::vector<std::string> exclude_modules;    // the same
+  bool excludes_are_pattern = false;           // so is exclude_modules
+  std::vector<std::string> exclude_modules;    // as target_modules
   std::vector<std::int64_t> layers_to_transform;  // empty: all
   std::vector<std::pair<std::string, std::int64_t>> rank_pattern;  // regular expressions for ends of names; the first that fits counts
   std::vector<std::pair<std::string, double>> alpha_pattern;
 
   bool targets(const std::string& module) const;
-  std::int64_t rank_of(const std::string& module) const;
-  double alpha_of(const std::string& module) const;
-  double scale_of(const std::string& module) const;  // alpha / r, or alpha / sqrt(r) with use_rslora
 };
 
-// Throws heddle::Error with the path for text that is not JSON, another type of adapter, a missing r, lora_alpha or target_modules,
+// Throws heddle::Error with the path for text that is not JSON or a pattern that cannot be used (Note: Patterns of names), another type of adapter, a missing r, lora_alpha or target_modules,
 // values of a wrong type or range, and every option that changes what an adapter computes and that we do not have.
 PeftConfig read_peft_config(const std::filesystem::path& path);
 

@@ -3,6 +3,7 @@
 #include "autograd/gradcheck.h"
 #include "autograd/ops.h"
 #include "lora/adapter.h"
+#include "lora/name_pattern.h"
 #include "lora/pissa.h"
 #include "nn/transformer.h"
 #include "tests/support/compare.h"
@@ -194,11 +195,11 @@ TEST(LoraConfig, ScaleIsAlphaOverRankOrItsRoot) {
   LoraConfig rs = config;
   rs.use_rslora = true;
 
-  EXPECT_EQ(config.scale_of("model.layers.0.self_attn.v_proj"), 1.5);
-  EXPECT_EQ(config.scale_of("model.layers.0.self_attn.k_proj"), 0.5);
-  EXPECT_EQ(config.rank_of("model.layers.1.self_attn.q_proj"), 16);
-  EXPECT_EQ(config.rank_of("model.layers.0.self_attn.q_proj"), 9);
-  EXPECT_EQ(rs.scale_of("model.layers.0.self_attn.q_proj"), 2);
+  EXPECT_EQ(scale_of(config, "model.layers.0.self_attn.v_proj"), 1.5);
+  EXPECT_EQ(scale_of(config, "model.layers.0.self_attn.k_proj"), 0.5);
+  EXPECT_EQ(rank_of(config, "model.layers.1.self_attn.q_proj"), 16);
+  EXPECT_EQ(rank_of(config, "model.layers.0.self_attn.q_proj"), 9);
+  EXPECT_EQ(scale_of(rs, "model.layers.0.self_attn.q_proj"), 2);
 }
 
 TEST(LoraLinear, FactorsThatDoNotFitAreRefused) {

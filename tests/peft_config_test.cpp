@@ -5,6 +5,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "lora/name_pattern.h"
 #include "nn/atomic_file.h"
 #include "nn/hf_names.h"
 #include "tests/support/error_of.h"
@@ -45,14 +46,14 @@ TEST(PeftConfig, TextReadsBackAsTheSameConfig) {
 
   EXPECT_EQ(peft_config_text(read(text)), text);
   EXPECT_EQ(read(text).base_model_name_or_path, config.base_model_name_or_path);
-  EXPECT_EQ(read(text).alpha_of("c_attn"), 0.5);
+  EXPECT_EQ(alpha_of(read(text), "c_attn"), 0.5);
 }
 
 TEST(PeftConfig, ScaleIsAlphaOverRankOrOverItsRoot) {
-  EXPECT_EQ(read(least().dump()).scale_of("q_proj"), 2);
+  EXPECT_EQ(scale_of(read(least().dump()), "q_proj"), 2);
   json rslora = least();
   rslora.update({{"use_rslora", true}, {"r", 16}});
-  EXPECT_EQ(read(rslora.dump()).scale_of("q_proj"), 4);
+  EXPECT_EQ(scale_of(read(rslora.dump()), "q_proj"), 4);
 }
 
 TEST(PeftConfig, TargetsAreWholeNamesOrEndsAfterADot) {
@@ -88,10 +89,10 @@ TEST(PeftConfig, TheFirstPatternOfTheFileCounts) {
   const PeftConfig config = read(R"({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
       "rank_pattern": {"q_.*": 3, "0.q_proj": 5}, "alpha_pattern": {"0.q_proj": 1, "q_proj": 2}})");
 
-  EXPECT_EQ(config.rank_of("layers.0.q_proj"), 3);
-  EXPECT_EQ(config.alpha_of("layers.0.q_proj"), 1);
-  EXPECT_EQ(config.alpha_of("layers.1.q_proj"), 2);
-  EXPECT_EQ(config.rank_of("layers.0.k_proj"), 8);
+  EXPECT_EQ(rank_of(config, "layers.0.q_proj"), 3);
+  EXPECT_EQ(alpha_of(config, "layers.0.q_proj"), 1);
+  EXPECT_EQ(alpha_of(config, "layers.1.q_proj"), 2);
+  EXPECT_EQ(rank_of(config, "layers.0.k_proj"), 8);
 }
 
 TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
@@ -101,14 +102,16 @@ TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
       {{{"lora_alpha", nullptr}}, "lora_alpha is missing"},
       {{{"lora_alpha", "16"}}, "lora_alpha must be a number, got \"16\""},
       {{{"r", nullptr}}, "r is missing"},
-      {{{"r", 0}}, "r must be an integer >= 1, got 0"},
-      {{{"r", 1.5}}, "r must be an integer >= 1, got 1.5"},
+      {{{"r", 0}}, "r must be an integer in [1, 2147483648], got 0"},
+      {{{"r", 1.5}}, "r must be an integer in [1, 2147483648], got 1.5"},
+      {{{"r", std::int64_t{1} << 40}}, "r must be an integer in [1, 2147483648], got 1099511627776"},
       {{{"target_modules", nullptr}}, "target_modules is missing"},
       {{{"target_modules", json::array()}}, "target_modules is empty"},
+      {{{"target_modules", ""}}, "target_modules is empty"},
       {{{"target_modules", {3}}}, "target_modules must hold text, got 3"},
       {{{"lora_dropout", 1}}, "lora_dropout must be in [0, 1), got 1"},
       {{{"use_dora", 1}}, "use_dora must be true or false"},
-      {{{"rank_pattern", {{"q_proj", -1}}}}, "rank_pattern.q_proj must be an integer >= 1, got -1"},
+      {{{"rank_pattern", {{"q_proj", -1}}}}, "rank_pattern.q_proj must be an integer in [1, 2147483648], got -1"},
       {{{"layers_to_transform", {-1}}}, "layers_to_transform must hold numbers of layers, got -1"},
       {{{"bias", "all"}}, "bias is \"all\"; adapters with this option cannot be used here"},
       {{{"modules_to_save", {"lm_head"}}}, "modules_to_save is [\"lm_head\"]; adapters with this option cannot be used here"},
@@ -121,8 +124,8 @@ TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
     const std::string error = error_of([&in = in] { read(in.dump()); });
     EXPECT_TRUE(error.ends_with("/adapter_config.json: " + message)) << error;
   }
-  EXPECT_TRUE(error_of([] { read("[1]"); }).ends_with("/adapter_config.json: not a JSON object"));
-  EXPECT_TRUE(error_of([] { read("{"); }).ends_with("/adapter_config.json: not a JSON object"));
+  EXPECT_TRUE(error_of([] { read("[1]"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels"));
+  EXPECT_TRUE(error_of([] { read("{"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels"));
 }
 
 TEST(PeftConfig, UnknownKeysThatSayNothingAreAccepted) {
@@ -132,12 +135,60 @@ TEST(PeftConfig, UnknownKeysThatSayNothingAreAccepted) {
   EXPECT_EQ(read(in.dump()).r, 8);
 }
 
-TEST(PeftConfig, APatternThatIsNoRegularExpressionIsNamed) {
-  json in = least();
-  in["target_modules"] = "q_proj(";
+std::string repeated(const std::string& text, int count) {
+  std::string out;
+  for (int i = 0; i < count; ++i) out += text;
+  return out;
+}
 
-  EXPECT_EQ(error_of([&] { read(in.dump()).targets("q_proj"); }),
-            "adapter_config.json: target_modules holds q_proj(, which is not a regular expression");
+TEST(PeftConfig, LevelsWithoutEndAreRefused) {
+  const std::string lists = repeated("[", 200000) + repeated("]", 200000);
+
+  const std::string error = error_of([&] { read(R"({"peft_type": "LORA", "new_list": )" + lists + "}"); });
+
+  EXPECT_TRUE(error.ends_with("/adapter_config.json: not a JSON object of at most 64 levels")) << error;
+}
+
+TEST(PeftConfig, PatternsThatCannotBeUsedAreRefusedWithTheFileAndTheirStart) {
+  const std::string deep = repeated("(", 20000) + repeated(")", 20000);
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"q_proj(", "'q_proj(', which is not a regular expression without back references"},
+      {"q_proj)|(k_proj", "'q_proj)|(k_proj', which is not a regular expression without back references"},
+      {deep, "'" + repeated("(", 100) + "...', which has more than 500 characters"},
+      {repeated("(", 21) + repeated(")", 21), "'" + repeated("(", 21) + repeated(")", 21) + "', which has groups in more than 20 levels"},
+      {"(x{9}){2}", "'(x{9}){2}', which repeats parts by counts whose product is over 16"},
+      {"x{99999999999}", "'x{99999999999}', which repeats parts by counts whose product is over 16"},
+      {"(?=.(?!.(?=x)))", "'(?=.(?!.(?=x)))', which has more than 2 look-aheads"},
+      {R"((.)\1)", R"('(.)\1', which is not a regular expression without back references)"}};
+  for (const auto& [pattern, problem] : cases)
+    for (const std::string key : {"target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"}) {
+      json in = least();
+      in[key] = key.ends_with("pattern") ? json({{pattern, 1}}) : json(pattern);
+
+      const std::string error = error_of([&] { read(in.dump()); });
+
+      EXPECT_TRUE(error.ends_with("/adapter_config.json: " + key + " holds " + problem)) << error;
+    }
+}
+
+// Tried one after another, the ways to match these would take years.
+TEST(PeftConfig, PatternsTakeTimeInProportionToTheirLength) {
+  const std::string name = "model.layers.11.self_attn.q_proj";
+  for (const std::string& pattern : {std::string("(([a-z.0-9_]*)*)*Z"), repeated(".*", 249) + "Z", repeated("(|)", 166)}) EXPECT_FALSE(fits_ending(pattern, name));
+  EXPECT_TRUE(fits_name(R"(^(?!.*vision).*\.\d{1,2}\.self_attn\.(?:q|v)_proj$)", name));
+}
+
+TEST(PeftConfig, ExcludedModulesMayBeAPatternBesideNamesOrAPattern) {
+  for (const json& targets : {json({"q_proj", "v_proj"}), json(".*[qv]_proj")}) {
+    json in = least();
+    in.update({{"target_modules", targets}, {"exclude_modules", R"(.*\.0\.[qk]_proj)"}});
+    const PeftConfig config = read(in.dump());
+
+    EXPECT_FALSE(config.targets("layers.0.q_proj")) << targets;
+    EXPECT_TRUE(config.targets("layers.1.q_proj")) << targets;
+    EXPECT_TRUE(config.targets("layers.0.v_proj")) << targets;
+    EXPECT_EQ(json::parse(peft_config_text(config))["exclude_modules"], in["exclude_modules"]);
+  }
 }
 
 TEST(ByEnding, FindsTheShortestEndingsThatTellModulesApart) {
