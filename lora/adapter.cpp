@@ -106,9 +106,8 @@ std::vector<std::shared_ptr<nn::LinearBase>> take_principal_part(AdaptedLayer& l
   layer.b.copy_(b);
   layer.initial_a = layer.a.clone();
   layer.initial_b = layer.b.clone();
-  const DType wide = weight.dtype() == DType::f64 ? DType::f64 : DType::f32;
   const Tensor residual = memory.take(weight.shape());
-  residual.copy_(sub(cast(weight, wide), scale(matmul(cast(layer.b, wide), cast(layer.a, wide)), layer.scale)));
+  residual.copy_(sub(wide(weight), scale(matmul(wide(layer.b), wide(layer.a)), layer.scale)));
   std::vector<std::shared_ptr<nn::LinearBase>> out;
   std::int64_t row = 0;
   for (const auto& part : parts) {
@@ -127,13 +126,6 @@ void initialise(const AdaptedLayer& layer, const LoraConfig& config, Generator& 
   a.copy_(is_gaussian ? normal(a.shape(), 0, 1 / r, generator, a.dtype(), a.device())
                       : uniform(a.shape(), -bound, bound, generator, a.dtype(), a.device()));
   layer.b.zero_();
-}
-
-// The norms of the rows of all layers' weights, one after another.
-Tensor row_norms(const std::vector<std::shared_ptr<nn::LinearBase>>& layers) {
-  const NoGradGuard no_grad;
-  const Tensor weight = joined_weight(layers), wide = cast(weight, weight.dtype() == DType::f64 ? DType::f64 : DType::f32);
-  return cast(sqrt(sum(mul(wide, wide), {1})), weight.dtype());
 }
 
 std::map<std::string, std::shared_ptr<nn::LinearBase>> layers_of(const nn::Module& model) {
@@ -188,6 +180,7 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
                  std::optional<DType> dtype)
     : config_(config) {
   HEDDLE_CHECK(!plan.empty(), "lora: there is no layer to adapt");
+  linear_layers(model);  // throws for an adapter that is attached
   const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
   const auto layer = [&](const std::string& name) {
     const auto at = found.find(name);
@@ -219,7 +212,11 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
     std::vector<std::shared_ptr<nn::LinearBase>> residual(parts.size());
     if (is_pissa) residual = take_principal_part(out, parts, residuals);
     else initialise(out, config, generator);
-    if (config.use_dora) out.magnitude = cast(row_norms(parts), factor_dtype);
+    if (config.use_dora) {
+      std::vector<Tensor> norms;
+      for (const auto& part : parts) norms.push_back(row_norms(part->dense_weight()));
+      out.magnitude = concat(norms, 0);
+    }
     std::int64_t row = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const std::int64_t end = row + parts[i]->out_features();
@@ -258,6 +255,15 @@ void Adapter::fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*ch
                  "' of this model is not the layer the adapter was made for; detach another adapter first");
   }
   for (const Slot& slot : slots_) model.replace_child(slot.name, choose(slot));
+}
+
+void Adapter::check_base(const nn::Module& model) const {
+  const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
+  for (const Slot& slot : slots_) {
+    const auto at = found.find(slot.name);
+    HEDDLE_CHECK(at != found.end() && (at->second == slot.own || at->second == slot.adapted), "lora: '", slot.name,
+                 "' of this model is neither the layer the adapter was made for nor that layer adapted; detach what is merged or attached");
+  }
 }
 
 void Adapter::attach(nn::Module& model) const {

@@ -17,7 +17,7 @@ struct AdaptedLayer {
   std::vector<std::string> names;  // "model.layers.0.self_attn.q_proj"; several share A, and B and magnitude hold their rows in this order
   Tensor a;                        // [r, in]
   Tensor b;                        // [out of all, r]
-  Tensor magnitude;                // [out of all], undefined without DoRA
+  Tensor magnitude;                // [out of all] in float32 (float64 of float64 layers), undefined without DoRA
   double alpha = 0;
   double scale = 1;
   Tensor initial_a = {}, initial_b = {};  // with PiSSA: what is adapted is the base less scale * initial_b initial_a
@@ -47,7 +47,8 @@ enum class Quantised { refused, decoded };
 class Adapter {
  public:
   // Freezes every parameter of the model, then makes the factors of the planned layers from `generator`, in the layers' dtype or the
-  // given one (LoraFactors). A of layers that follow each other lie one after another in memory. Nothing is attached yet.
+  // given one (LoraFactors). A of layers that follow each other lie one after another in memory. Nothing is attached yet. Throws
+  // heddle::Error, changing nothing, if the model has an adapter attached.
   Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator,
           std::optional<DType> dtype = std::nullopt);
 
@@ -65,6 +66,8 @@ class Adapter {
   void attach(nn::Module& model) const;
   void merge(nn::Module& model, Quantised quantised = Quantised::refused);
   void detach(nn::Module& model) const;
+  // Throws heddle::Error unless the model's slots hold the layers this was made for, adapted or not.
+  void check_base(const nn::Module& model) const;
 
  private:
   struct Slot {

@@ -14,6 +14,7 @@
 #include "lora/name_pattern.h"
 #include "lora/peft_config.h"
 #include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
 #include "nn/hf_names.h"
 #include "nn/optim.h"
 #include "nn/safetensors.h"
@@ -25,10 +26,12 @@ namespace fs = std::filesystem;
 using nn::printable_path;
 
 const char* const kConfigFile = "adapter_config.json";
-const char* const kTensorFile = "adapter_model.safetensors";
 const char* const kFingerprintKey = "heddle_base_fingerprint";
-const char* const kRanksKey = "heddle_ranks:";  // and the name of a layer: "4 0 4"
+const std::string kRanksKey = "heddle_ranks:";  // and the name of a layer: "4 0 4"
 constexpr std::string_view kBaseLayer = ".base_layer";
+// PEFT writes the weight of a head beside its adapter.
+constexpr std::string_view kHead = "lm_head";
+const char* const kBaseWeight = ".base_layer.weight";
 
 // A linear layer of the model, under an adapter or not.
 struct Part {
@@ -109,9 +112,6 @@ struct FileLayer {
   std::string ranks;  // of separate parts
 };
 
-// The magnitude with which DoRA changes nothing.
-Tensor row_norms(const Tensor& weight) { return sqrt(sum(mul(weight, weight), {1})); }
-
 // Nothing if no part is adapted.
 std::optional<FileLayer> file_layer(const HfLayer& layer, const std::map<std::string, Factors>& adapted, const LoraConfig& config) {
   std::vector<const Factors*> parts;
@@ -129,7 +129,7 @@ std::optional<FileLayer> file_layer(const HfLayer& layer, const std::map<std::st
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const Factors* part = parts[i];
     const std::int64_t rank = part != nullptr ? part->a.size(0) : 0;
-    if (config.use_dora) magnitudes.push_back(part != nullptr ? part->magnitude : row_norms(on_host(layer.parts[i].own->dense_weight())));
+    if (config.use_dora) magnitudes.push_back(part != nullptr ? part->magnitude : on_host(row_norms(layer.parts[i].own->dense_weight())));
     if (is_one) {
       bs.push_back(part->b);
       continue;
@@ -202,7 +202,7 @@ class TensorReader {
 
   template <typename... Parts>
   Tensor problem(const Parts&... parts) {
-    problems_ += concat_text("\n  ", kTensorFile, ": ", parts...);
+    problems_ += concat_text("\n  ", nn::kAdapterFile, ": ", parts...);
     return {};
   }
 
@@ -218,8 +218,8 @@ class TensorReader {
   std::string problems_;
 };
 
-// Whether a dtype holds the float32 values of x, which may be undefined.
-bool holds(DType dtype, const Tensor& x) { return !x.defined() || cast(cast(x, dtype), DType::f32).to_doubles() == x.to_doubles(); }
+// Whether a dtype holds the float32 values of x.
+bool holds(DType dtype, const Tensor& x) { return cast(cast(x, dtype), DType::f32).to_doubles() == x.to_doubles(); }
 
 // What is to be made of an adapter's file: plans, and the values of their factors.
 struct Contents {
@@ -252,18 +252,25 @@ void add_separate_parts(Contents& out, const HfLayer& layer, const FileLayer& wh
     column += r;
     row = row_end;
   }
-  if (i != layer.parts.size() || column != total)
-    reader.problem("the metadata give ", layer.name, " the ranks ", nn::printable(ranks), ", which its tensors do not have");
+  if (std::string rest; i != layer.parts.size() || column != total || in >> rest)
+    reader.problem("the metadata give ", layer.name, " the ranks ", start_of(ranks), ", which its tensors do not have");
+}
+
+// It counts as rounded to bfloat16, as in base_fingerprint.
+void check_base_weight(const HfLayer& layer, TensorReader& reader) {
+  const std::string key = layer.key(kBaseWeight);
+  const Tensor own = cast(on_host(layer.parts[0].own->dense_weight()), DType::bf16), given = reader.take(key, own.shape());
+  if (given.defined() && cast(given, DType::bf16).to_doubles() != own.to_doubles()) reader.problem(key, " is not the weight of this model");
 }
 
 Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config, const std::vector<HfLayer>& layers,
                        const fs::path& folder) {
   Contents out;
   TensorReader reader(file);
-  std::size_t targets = 0;
+  std::set<std::string> targets;
   for (const HfLayer& layer : layers) {
     if (!config.targets(layer.name)) continue;
-    ++targets;
+    targets.insert(layer.name);
     const std::int64_t r = rank_of(config, layer.name);
     std::int64_t out_features = 0;
     for (const std::int64_t size : layer.sizes()) out_features += size;
@@ -271,6 +278,7 @@ Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config
                     .b = reader.take(layer.key(".lora_B.weight"), {out_features, r}),
                     .alpha = alpha_of(config, layer.name)};
     if (config.use_dora) whole.magnitude = reader.take(layer.key(".lora_magnitude_vector"), {out_features});
+    if (layer.name == kHead && file.contains(layer.key(kBaseWeight))) check_base_weight(layer, reader);
     if (!whole.a.defined() || !whole.b.defined()) continue;
     if (const auto ranks = file.metadata().find(kRanksKey + layer.name); ranks != file.metadata().end()) {
       add_separate_parts(out, layer, whole, ranks->second, config, reader);
@@ -280,8 +288,11 @@ Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config
     for (const Part& part : layer.parts) plan.names.push_back(part.name);
     out.add(std::move(plan), std::move(whole));
   }
-  HEDDLE_CHECK(targets > 0, printable_path(folder), ": target_modules names no layer of this model; 0 of ", file.names().size(),
+  HEDDLE_CHECK(!targets.empty(), printable_path(folder), ": target_modules names no layer of this model; 0 of ", file.names().size(),
                " tensors could be applied");
+  for (const auto& [key, ranks] : file.metadata())
+    if (key.starts_with(kRanksKey) && !targets.contains(key.substr(kRanksKey.size())))
+      reader.problem("the metadata give ranks of ", start_of(key.substr(kRanksKey.size())), ", which is not adapted");
   reader.finish(folder);
   return out;
 }
@@ -290,6 +301,7 @@ Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config
 
 void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path) {
   const NoGradGuard no_grad;
+  adapter.check_base(model);
   const std::vector<HfLayer> layers = hf_layers(model);
   const std::map<std::string, Factors> adapted = factors_of(adapter, layers);
   std::vector<std::pair<std::string, Tensor>> tensors;
@@ -307,6 +319,7 @@ void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapt
     tensors.emplace_back(layer.key(".lora_A.weight"), written->a);
     tensors.emplace_back(layer.key(".lora_B.weight"), written->b);
     if (written->magnitude.defined()) tensors.emplace_back(layer.key(".lora_magnitude_vector"), written->magnitude);
+    if (layer.name == kHead) tensors.emplace_back(layer.key(kBaseWeight), on_host(layer.parts[0].own->dense_weight()));
   }
   HEDDLE_CHECK(!tensors.empty(), printable_path(folder), ": not written, the adapter has no layers");
   for (const auto& [name, tensor] : tensors)
@@ -317,14 +330,14 @@ void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapt
   config.fan_in_fan_out = !model.config().is_llama();
   nn::AtomicFolder out(folder);
   nn::write_file(out.path() / kConfigFile, peft_config_text(config));
-  nn::write_safetensors(out.path() / kTensorFile, tensors, metadata);
+  nn::write_safetensors(out.path() / nn::kAdapterFile, tensors, metadata);
   out.commit();
 }
 
 Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
   const NoGradGuard no_grad;
   const PeftConfig config = read_peft_config(folder / kConfigFile);
-  const nn::SafetensorsFile file(folder / kTensorFile);
+  const nn::SafetensorsFile file(folder / nn::kAdapterFile);
   if (const auto found = file.metadata().find(kFingerprintKey); found != file.metadata().end()) {
     const std::string own = base_fingerprint(model);
     HEDDLE_CHECK(found->second == own, printable_path(folder), " was trained on another base than this model (fingerprint ",
@@ -334,7 +347,7 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
   const Contents contents = read_contents(file, config, hf_layers(model), folder);
   const DType own = model.parameters().front().tensor.dtype();
   const bool is_exact = std::ranges::all_of(contents.values, [own](const FileLayer& value) {
-    return holds(own, value.a) && holds(own, value.b) && holds(own, value.magnitude);
+    return holds(own, value.a) && holds(own, value.b);
   });
   Generator generator{0};
   Adapter out(model, contents.plans, lora_config(config), generator, is_exact ? own : DType::f32);

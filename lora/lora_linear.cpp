@@ -8,10 +8,14 @@
 namespace heddle::lora {
 namespace {
 
-// In which merged weights and row norms are computed.
 DType wide_dtype(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-Tensor wide(const Tensor& x) { return cast(x, wide_dtype(x.dtype())); }
+// From sums of the squares of rows, and what has to be added to them.
+Tensor row_norms(const Tensor& weight, const Tensor& added) {
+  const NoGradGuard no_grad;
+  const Tensor squares = sum(mul(wide(weight), wide(weight)), {1});
+  return sqrt(added.defined() ? add(squares, added) : squares);
+}
 
 void check_factors(const nn::LinearBase& base, const Tensor& weight, const LoraFactors& factors) {
   const std::int64_t out = base.out_features(), in = base.in_features();
@@ -19,17 +23,21 @@ void check_factors(const nn::LinearBase& base, const Tensor& weight, const LoraF
   HEDDLE_CHECK(a.rank() == 2 && a.size(1) == in && b.shape() == (Shape{out, a.size(0)}), "lora: a layer [", out, ", ", in,
                "] needs A [r, ", in, "] and B [", out, ", r], got ", a.shape(), " and ", b.shape());
   HEDDLE_CHECK(!magnitude.defined() || magnitude.shape() == Shape{out}, "lora: the magnitude must be [", out, "], got ", magnitude.shape());
-  for (const Tensor* factor : {&a, &b, &magnitude}) {
-    if (!factor->defined()) continue;
-    HEDDLE_CHECK(factor->dtype() == a.dtype() && (a.dtype() == weight.dtype() || a.dtype() == wide_dtype(weight.dtype())),
-                 "lora: factors of a ", weight.dtype(), " layer must all be ", weight.dtype(), ", or all float32 beside a 16-bit layer, got ",
-                 factor->dtype());
-    HEDDLE_CHECK(factor->device() == weight.device(), "lora: the layer is on ", weight.device(), ", a factor on ", factor->device());
-  }
+  HEDDLE_CHECK(b.dtype() == a.dtype() && (a.dtype() == weight.dtype() || a.dtype() == wide_dtype(weight.dtype())), "lora: A and B of a ",
+               weight.dtype(), " layer must both be ", weight.dtype(), ", or float32 beside a 16-bit layer, got ", a.dtype(), " and ", b.dtype());
+  HEDDLE_CHECK(!magnitude.defined() || magnitude.dtype() == wide_dtype(weight.dtype()), "lora: the magnitude of a ", weight.dtype(),
+               " layer must be ", wide_dtype(weight.dtype()), ", got ", magnitude.dtype());
+  for (const Tensor* factor : {&a, &b, &magnitude})
+    HEDDLE_CHECK(!factor->defined() || factor->device() == weight.device(), "lora: the layer is on ", weight.device(), ", a factor on ",
+                 factor->device());
   HEDDLE_CHECK(dropout >= 0 && dropout < 1, "lora: dropout must be in [0, 1), got ", dropout);
 }
 
 }  // namespace
+
+Tensor wide(const Tensor& x) { return cast(x, wide_dtype(x.dtype())); }
+
+Tensor row_norms(const Tensor& weight) { return row_norms(weight, {}); }
 
 LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& factors, std::shared_ptr<nn::LinearBase> residual)
     : base_(std::move(base)), adapted_(residual != nullptr ? std::move(residual) : base_), factors_(factors) {
@@ -55,26 +63,28 @@ Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const {
   const DType dtype = factors_.a.dtype();
   const Tensor dropped = active_dropout() > 0 ? heddle::dropout(x, active_dropout(), *dropout) : x;
   const LowRank term = {factors_.a, factors_.b, factors_.scale};
-  const Tensor result = cast(adapted_->forward(x), dtype);
-  if (!factors_.magnitude.defined()) return cast(add_low_rank({result}, cast(dropped, dtype), {term})[0], x.dtype());
+  const auto add_term = [&](const Tensor& product) { return add_low_rank({cast(product, dtype)}, cast(dropped, dtype), {term})[0]; };
+  const Tensor result = adapted_->forward(x);
+  if (!factors_.magnitude.defined()) return cast(add_term(result), x.dtype());
 
-  // DoRA rescales what depends on the weight: not the bias, and of a dropped input the part that it adds.
-  const Tensor bias = base_->bias().defined() ? cast(base_->bias(), dtype) : Tensor();
-  Tensor product = active_dropout() > 0 ? cast(adapted_->forward(dropped), dtype) : result;
-  if (bias.defined()) product = sub(product, bias);
-  const Tensor adapted = add_low_rank({product}, cast(dropped, dtype), {term})[0];
-  const Tensor gain = div(factors_.magnitude, row_norms());
-  return cast(add(mul(adapted, gain), sub(result, product)), x.dtype());
+  // DoRA rescales what depends on the weight: not the bias, and of a dropped input the part that it adds. Written as what is added, the
+  // start adds zeros.
+  const Tensor product = active_dropout() > 0 ? adapted_->forward(dropped) : result;
+  const Tensor adapted = wide(add_term(product));
+  const Tensor without_bias = base_->bias().defined() ? sub(adapted, wide(base_->bias())) : adapted;
+  const Tensor gain = div(factors_.magnitude, adapted_norms());
+  const Tensor added = add(sub(adapted, wide(product)), mul(without_bias, add_scalar(gain, -1)));
+  return cast(add(wide(result), added), x.dtype());
 }
 
-Tensor LoraLinear::row_norms() const {
+Tensor LoraLinear::adapted_norms() const {
   const NoGradGuard no_grad;
-  // |W + sBA|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, row by row.
+  // |W + sBA|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, row by row; what is added is 0 where B is.
   const Tensor weight = wide(adapted_->dense_weight()), a = wide(factors_.a.detach()), b = wide(factors_.b.detach());
   const Tensor twice = scale(matmul(weight, transpose(a, 0, 1)), 2);                                       // [out, r]
   const Tensor square = scale(matmul(b, matmul(a, transpose(a, 0, 1))), factors_.scale);                   // [out, r]
   const Tensor added = scale(sum(mul(add(twice, square), b), {1}), factors_.scale);                        // [out]
-  return cast(sqrt(add(sum(mul(weight, weight), {1}), added)), factors_.magnitude.dtype());
+  return row_norms(weight, added);
 }
 
 Tensor LoraLinear::dense_weight() const {
@@ -82,7 +92,7 @@ Tensor LoraLinear::dense_weight() const {
   const Tensor own = adapted_->dense_weight();
   Tensor weight = add(wide(own), scale(matmul(wide(factors_.b.detach()), wide(factors_.a.detach())), factors_.scale));
   if (factors_.magnitude.defined()) {
-    const Tensor gain = div(wide(factors_.magnitude.detach()), sqrt(sum(mul(weight, weight), {1})));  // [out]
+    const Tensor gain = div(factors_.magnitude.detach(), row_norms(weight));  // [out]
     weight = mul(weight, unsqueeze(gain, 1));
   }
   return cast(weight, own.dtype());

@@ -23,7 +23,6 @@ using nlohmann::json;
 constexpr int kFormatVersion = 1;
 constexpr std::string_view kFolderPrefix = "checkpoint-";
 const char* const kWeightsFile = "model.safetensors";
-const char* const kAdapterFile = "adapter_model.safetensors";
 const char* const kOptimizerFile = "optimizer.safetensors";
 const char* const kStateFile = "trainer_state.json";
 const char* const kConfigFile = "config.yaml";

@@ -95,16 +95,31 @@ std::vector<nn::TransformerConfig> both_architectures() {
   return {tiny_config(nn::Architecture::gpt2), tiny_config(nn::Architecture::llama)};
 }
 
+// Biases start at zero, which would hide a bias taken off and added again.
+void randomise_biases(const nn::CausalLM& model) {
+  const NoGradGuard no_grad;
+  Generator generator{3};
+  for (const auto& [name, tensor] : model.parameters())
+    if (name.ends_with(".bias")) tensor.copy_(normal(tensor.shape(), 0, 0.5, generator, tensor.dtype()));
+}
+
 TEST(Adapter, FreshOneLeavesTheModelsOutputBitForBit) {
   for (const nn::TransformerConfig& config : both_architectures())
-    for (const DType dtype : {DType::f32, DType::bf16})
-      for (const InitLoraWeights init : {InitLoraWeights::kaiming, InitLoraWeights::gaussian}) {
+    for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16})
+      for (const LoraConfig& lora : {LoraConfig{.r = 4}, LoraConfig{.r = 4, .init_lora_weights = InitLoraWeights::gaussian},
+                                     LoraConfig{.r = 4, .use_dora = true}, LoraConfig{.r = 4, .lora_dropout = 0.5, .use_dora = true}}) {
         nn::CausalLM model = tiny_model(config, 1, dtype);
+        randomise_biases(model);
         const std::vector<double> before = model.forward(ids()).to_doubles();
+        LoraConfig chosen = lora;
+        chosen.target_modules = {"all-linear"};
+        // A layer with DoRA takes no part in the joined products of layers that share an input, which may round otherwise.
+        if (lora.use_dora) chosen.target_modules = {"o_proj", "down_proj"};
+        Generator dropout{4};
 
-        adapt(model, {.r = 4, .target_modules = {"all-linear"}, .init_lora_weights = init}).attach(model);
+        adapt(model, chosen).attach(model);
 
-        EXPECT_TRUE(all_equal(model.forward(ids()), before));
+        EXPECT_TRUE(all_equal(model.forward(ids(), &dropout), before)) << dtype << lora.use_dora;
       }
 }
 
@@ -385,11 +400,22 @@ TEST(Adapter, OneALayerAtATime) {
   EXPECT_EQ(error_of([&] { adapt(model, {}); }), "lora: model.layers.0.self_attn.q_proj has an adapter already; detach it first");
 }
 
+TEST(Adapter, IsNotMadeForAModelThatHasOneAttached) {
+  nn::CausalLM model = tiny_model(tiny_config());
+  const std::vector<LayerPlan> plan = plan_layers(linear_layers(model), {});
+  const Adapter first = adapt(model, {});
+  first.attach(model);
+  Generator generator;
+
+  EXPECT_EQ(error_of([&] { Adapter(model, plan, {}, generator); }), "lora: model.layers.0.self_attn.q_proj has an adapter already; detach it first");
+  EXPECT_EQ(model.trainable_parameters().size(), first.parameters().size());
+}
+
 TEST(Adapter, DoraStartsAsTheBase) {
   nn::CausalLM model = tiny_model(tiny_config(), 1, DType::f64);
   const std::vector<double> before = model.forward(ids()).to_doubles();
 
-  adapt(model, {.r = 4, .use_dora = true}).attach(model);
+  adapt(model, {.r = 4, .target_modules = {"all-linear"}, .use_dora = true}).attach(model);
 
   EXPECT_TRUE(all_close(model.forward(ids()), before, 1e-13));
 }

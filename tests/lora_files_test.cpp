@@ -196,7 +196,7 @@ TEST(AdapterFile, RanksThatTheTensorsDoNotHaveAreRefused) {
   for (const std::string& name : file.names()) tensors.emplace_back(name, file.read(name));
   auto metadata = file.metadata();
   EXPECT_EQ(metadata["heddle_ranks:transformer.h.1.attn.c_attn"], "2 0 2");
-  for (const std::string bad : {"4 0 0", "2 2 0", "2 0 1", "2 0", "-1 0 5", "x", ""}) {
+  for (const std::string bad : {"4 0 0", "2 2 0", "2 0 1", "2 0", "-1 0 5", "x", "", "2 0 2 0", "2 0 2x"}) {
     metadata["heddle_ranks:transformer.h.1.attn.c_attn"] = bad;
     nn::write_safetensors(out / "a" / kTensors, tensors, metadata);
 
@@ -204,6 +204,63 @@ TEST(AdapterFile, RanksThatTheTensorsDoNotHaveAreRefused) {
               (out / "a").string() + " does not fit this model; nothing was loaded:\n  adapter_model.safetensors: the metadata give "
               "transformer.h.1.attn.c_attn the ranks " + bad + ", which its tensors do not have");
   }
+}
+
+TEST(AdapterFile, RanksOfLayersThatAreNotAdaptedAreRefused) {
+  CausalLM model = tiny_model(tiny_config());
+  const TempFolder out;
+  save_adapter(out / "a", model, random_adapter(model, {.target_modules = {"q_proj"}}), "");
+  const SafetensorsFile file(out / "a" / kTensors);
+  std::vector<std::pair<std::string, Tensor>> tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.read(name));
+  auto metadata = file.metadata();
+  metadata["heddle_ranks:transformer.h.7.attn.c_attn"] = "8 0 0";
+  nn::write_safetensors(out / "a" / kTensors, tensors, metadata);
+
+  EXPECT_EQ(error_of([&] { load_adapter(out / "a", model); }),
+            (out / "a").string() + " does not fit this model; nothing was loaded:\n  adapter_model.safetensors: the metadata give "
+            "ranks of transformer.h.7.attn.c_attn, which is not adapted");
+}
+
+TEST(AdapterFile, IsNotLoadedIntoAModelThatHasAnAdapterAttached) {
+  const auto model = peft_base("llama_plain");
+  const Adapter first = load_adapter(peft_adapter("llama_plain"), *model);
+  first.attach(*model);
+
+  EXPECT_EQ(error_of([&] { load_adapter(peft_adapter("llama_plain"), *model); }),
+            "lora: model.layers.0.self_attn.q_proj has an adapter already; detach it first");
+  EXPECT_EQ(model->trainable_parameters().size(), first.parameters().size());
+}
+
+TEST(AdapterFile, OfAMergedModelIsNotWritten) {
+  const TempFolder out;
+  CausalLM model = tiny_model(tiny_config());
+  Adapter adapter = random_adapter(model, {});
+  adapter.merge(model);
+
+  EXPECT_EQ(error_of([&] { save_adapter(out / "a", model, adapter, ""); }),
+            "lora: 'model.layers.0.self_attn.q_proj' of this model is neither the layer the adapter was made for nor that layer adapted; "
+            "detach what is merged or attached");
+  EXPECT_FALSE(fs::exists(out / "a"));
+}
+
+TEST(AdapterFile, AnAdaptedHeadHasItsOwnWeightBesideTheFactors) {
+  nn::TransformerConfig config = tiny_config(Architecture::llama);
+  config.tie_word_embeddings = false;
+  const TempFolder out;
+  const std::string key = "base_model.model.lm_head.base_layer.weight";
+  CausalLM model = tiny_model(config);
+  const Adapter adapter = random_adapter(model, {.target_modules = {"q_proj", "lm_head"}});
+  save_adapter(out / "a", model, adapter, "");
+  rewrite(out / "a", out / "without", [&](auto& tensors) { tensors.erase(key); });
+  rewrite(out / "a", out / "another", [&](auto& tensors) { tensors.at(key).mul_(1.02); });
+
+  EXPECT_EQ(SafetensorsFile(out / "a" / kTensors).read(key).to_doubles(), model.parameters().back().tensor.to_doubles());
+  for (const char* name : {"a", "without"})
+    EXPECT_EQ(test::values_of(load_adapter(out / name, model).parameters()), test::values_of(adapter.parameters())) << name;
+  EXPECT_EQ(error_of([&] { load_adapter(out / "another", model); }),
+            (out / "another").string() + " does not fit this model; nothing was loaded:\n  adapter_model.safetensors: " + key +
+                " is not the weight of this model");
 }
 
 TEST(AdapterFile, SavingReplacesAnOlderOne) {
@@ -319,7 +376,25 @@ TEST(AdapterFile, SixteenBitFactorsAreWrittenAsFloat32AndReadBackExactly) {
     for (const std::string& name : file.names()) EXPECT_EQ(file.info(name).dtype, "F32") << name;
     const Adapter again = load_adapter(out / "a", model);
     EXPECT_EQ(again.layers()[0].a.dtype(), DType::bf16);
+    EXPECT_EQ(again.layers()[0].magnitude.dtype(), DType::f32);
     EXPECT_EQ(test::values_of(again.parameters()), test::values_of(adapter.parameters()));
+  }
+}
+
+// PEFT's programs read it in float32, where norms rounded to 16 bits would be another function than the base.
+TEST(AdapterFile, FreshDoraOfA16BitModelMovesNoLogitInFloat32) {
+  const TempFolder out;
+  for (const Architecture architecture : {Architecture::gpt2, Architecture::llama}) {
+    CausalLM model = tiny_model(tiny_config(architecture), 1, DType::bf16), copy = tiny_model(tiny_config(architecture));
+    const NoGradGuard no_grad;
+    for (std::size_t i = 0; i < copy.parameters().size(); ++i) copy.parameters()[i].tensor.copy_(model.parameters()[i].tensor);
+    const LoraConfig config{.target_modules = {"o_proj", "down_proj"}, .use_dora = true};  // not joined with others
+    Generator generator{1};
+    save_adapter(out / "a", model, Adapter(model, plan_layers(linear_layers(model), config), config, generator), "");
+
+    const Adapter again = load_adapter(out / "a", copy);
+
+    EXPECT_EQ(logits_with(again, copy), logits(copy));
   }
 }
 

@@ -210,7 +210,13 @@ TEST(LoraLinear, FactorsThatDoNotFitAreRefused) {
 
   EXPECT_EQ(make({2, 3}, {5, 2}), "lora: a layer [5, 4] needs A [r, 4] and B [5, r], got [2, 3] and [5, 2]");
   EXPECT_EQ(make({8, 4}, {5, 4}), "lora: a layer [5, 4] needs A [r, 4] and B [5, r], got [8, 4] and [5, 4]");
-  EXPECT_EQ(make({2, 4}, {5, 2}, DType::f64), "lora: factors of a float32 layer must all be float32, or all float32 beside a 16-bit layer, got float64");
+  EXPECT_EQ(error_of([] {
+              LoraLinear(frozen_linear(random_tensor({5, 4}, DType::bf16)), {.a = Tensor::zeros({2, 4}, DType::bf16),
+                                                                             .b = Tensor::zeros({5, 2}, DType::bf16),
+                                                                             .magnitude = Tensor::zeros({5}, DType::bf16)});
+            }),
+            "lora: the magnitude of a bfloat16 layer must be float32, got bfloat16");
+  EXPECT_EQ(make({2, 4}, {5, 2}, DType::f64), "lora: A and B of a float32 layer must both be float32, or float32 beside a 16-bit layer, got float64 and float64");
 }
 
 }  // namespace
