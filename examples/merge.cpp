@@ -24,8 +24,6 @@ config::RunConfig dense_config(config::RunConfig run) {
 
 int run_merge(const MergeCommand& command) {
   namespace fs = std::filesystem;
-  if (fs::exists(fs::symlink_status(command.output)))
-    throw nn::BadValue("--output", "a folder that does not exist yet", nn::quoted_text(nn::printable(command.output)));
   nn::AtomicFolder out(command.output);  // before the work, so that a folder that cannot be written is known first
   const fs::path folder = nn::open_weights(command.base);
   config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
@@ -58,7 +56,7 @@ void add_merge_command(CLI::App& app, int& exit_code) {
   sub->add_option("--base", command->base, "A checkpoint, or the output folder of a run: its best checkpoint")->required()->check(non_empty());
   sub->add_option("--adapter", command->adapter, "An adapter trained on it: its folder, or the output folder of a run: its best checkpoint")
       ->required()->check(non_empty());
-  sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required()->check(non_empty());
+  sub->add_option("--output", command->output, "A new folder for the merged checkpoint")->required()->check(new_folder());
   sub->footer("Example: heddle merge --base runs/tiny --adapter runs/tiny_lora --output runs/merged");
   sub->callback([command, &exit_code] { exit_code = run_merge(*command); });
 }

@@ -1,6 +1,9 @@
 #include "examples/options.h"
 
+#include <filesystem>
+
 #include "configs/yaml_reader.h"
+#include "nn/posix_file.h"
 
 namespace heddle::examples {
 
@@ -24,6 +27,14 @@ CLI::Validator number_in(const nn::Range& range) {
 
 CLI::Validator non_empty() {
   const auto check = [](std::string& text) { return text.empty() ? std::string("expected a path, got \"\"") : std::string(); };
+  return CLI::Validator(check, "");
+}
+
+CLI::Validator new_folder() {
+  const auto check = [](std::string& text) {
+    if (!text.empty() && !std::filesystem::exists(std::filesystem::symlink_status(text))) return std::string();
+    return "expected a folder that does not exist yet, got " + nn::quoted_text(nn::printable(text));
+  };
   return CLI::Validator(check, "");
 }
 

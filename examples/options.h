@@ -14,5 +14,7 @@ CLI::Validator number_in(const nn::Range& range);
 
 // A path: "" would stand for the folder that the program runs in.
 CLI::Validator non_empty();
+// A path at which nothing is, not even a dangling link.
+CLI::Validator new_folder();
 
 }  // namespace heddle::examples

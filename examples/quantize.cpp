@@ -79,7 +79,7 @@ void add_quantize_command(CLI::App& app, int& exit_code) {
   const auto command = std::make_shared<QuantizeCommand>();
   sub->add_option("--model", command->model, "A checkpoint, or the output folder of a run: its best checkpoint")->required()->check(non_empty());
   sub->add_option("--format", command->format, "fp8_e4m3, mxfp4 or nvfp4");
-  sub->add_option("--output", command->output, "The folder to write, replacing one that is there")->check(non_empty());
+  sub->add_option("--output", command->output, "A new folder for the quantised checkpoint")->check(new_folder());
   sub->add_option("--exclude", command->exclude, "A layer to leave as it is, beside lm_head: its name, the end of it, or wildcards")
       ->allow_extra_args(false);
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);

@@ -103,7 +103,7 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
   EXPECT_EQ(merge.exit_code, 0) << merge.output;
   EXPECT_EQ(generated.exit_code, 0) << generated.output;
   EXPECT_EQ(again.exit_code, 2);
-  EXPECT_EQ(again.output, "heddle: --output: expected a folder that does not exist yet, got \"" + merged.string() + "\"\n");
+  EXPECT_EQ(again.output, "--output: expected a folder that does not exist yet, got \"" + merged.string() + "\"\nRun with --help for more information.\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(Examples, FineTuning, testing::Values("tiny", "arithmetic"), [](const auto& info) { return info.param; });
@@ -173,6 +173,20 @@ TEST(Tool, QuantisesAModelThatThenGenerates) {
   EXPECT_EQ(text.exit_code, 0) << text.output;
   EXPECT_NE(text.output.find("nvfp4 weights: stored so"), std::string::npos) << text.output;
   EXPECT_EQ(heddle("quantize --model " + out + " --compare").exit_code, 2);
+}
+
+TEST(Tool, QuantisesIntoANewFolderOnly) {
+  const test::TempFolder folder;
+  const std::string model = (folder.path() / "run").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
+
+  for (const std::string& output : {model, std::string("''")}) {
+    const Outcome outcome = heddle("quantize --model " + model + " --format nvfp4 --output " + output);
+
+    EXPECT_EQ(outcome.exit_code, 2) << outcome.output;
+    EXPECT_NE(outcome.output.find("--output: expected a folder that does not exist yet, got \""), std::string::npos) << outcome.output;
+  }
+  EXPECT_TRUE(fs::exists(fs::path(model) / "best.json") || fs::exists(fs::path(model) / "metrics.jsonl"));
 }
 
 TEST(Tool, ComparesWhatFormatsCost) {
