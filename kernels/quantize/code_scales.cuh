@@ -2,9 +2,12 @@
 
 #include "kernels/quantize/chunk.cuh"
 
-// How kernels read quantised weights: four or eight codes at a time, which share a scale.
+// How kernels read quantised weights: eight codes at a time, which share a scale.
 
 namespace heddle::cuda {
+
+inline constexpr int kCodeChunk = 8;
+static_assert(kNvBlock % kCodeChunk == 0);
 
 // The scale of the element at [row, column], where it is a byte for a block.
 struct E8M0Scale {
@@ -34,22 +37,20 @@ void with_scales(const QuantView& w, const Fn& fn) {
   }
 }
 
-// N neighbouring codes as words.
-template <typename F, int N>
+// The codes of a chunk as words.
+template <typename F>
 struct CodeWords {
-  static constexpr int kBytes = N * F::kBits / 8;
-  std::uint32_t at[(kBytes + 3) / 4];
+  static constexpr int kCount = kCodeChunk * F::kBits / 32;
+  std::uint32_t at[kCount];
 
   __device__ float value(int i) const { return decode<F>(static_cast<std::uint8_t>(at[i * F::kBits / 32] >> (i * F::kBits % 32))); }
 };
 
 // From an address that is a multiple of their size.
-template <typename F, int N>
-__device__ CodeWords<F, N> load_codes(const std::uint8_t* from) {
-  CodeWords<F, N> words;
-  if constexpr (CodeWords<F, N>::kBytes == 2) {
-    words.at[0] = *reinterpret_cast<const std::uint16_t*>(from);
-  } else if constexpr (CodeWords<F, N>::kBytes == 4) {
+template <typename F>
+__device__ CodeWords<F> load_codes(const std::uint8_t* from) {
+  CodeWords<F> words;
+  if constexpr (CodeWords<F>::kCount == 1) {
     words.at[0] = *reinterpret_cast<const std::uint32_t*>(from);
   } else {
     const uint2 both = *reinterpret_cast<const uint2*>(from);

@@ -6,11 +6,9 @@
 namespace heddle::cuda {
 namespace {
 
-// Of x, for the kernel that decodes weights as it reads them. With 8 rows its loop takes as long as decoding once and a product.
-constexpr int kMostRowsAtOnce = 4;
+// Of x, for the kernel that decodes weights as it reads them: above, decoding once costs less than multiplying in its loop.
+constexpr int kMostRowsAtOnce = 16;
 constexpr int kWarps = kBlock / 32;
-constexpr int kCodeChunk = 8;  // of which all share a scale
-static_assert(kNvBlock % kCodeChunk == 0);
 
 // Eight of x as floats.
 __device__ void load_eight(const float* from, float (&out)[kCodeChunk]) {
@@ -51,7 +49,7 @@ __global__ void row_product_kernel(const __grid_constant__ RowProduct<T> p, cons
   if (row >= p.rows) return;
   float sums[kM] = {};
   for (std::int64_t column = lane * kCodeChunk; column < p.columns; column += 32 * kCodeChunk) {
-    const auto words = load_codes<F, kCodeChunk>(p.codes + row * p.row_bytes + column * F::kBits / 8);
+    const CodeWords<F> words = load_codes<F>(p.codes + row * p.row_bytes + column * F::kBits / 8);
     const float scale = scale_of.at(row, column);
     float w[kCodeChunk];
 #pragma unroll
@@ -97,6 +95,7 @@ void row_products(const QuantGemmArgs& args, const Scale& scale, const ExecConte
       p.out += kM * p.out_stride;
     }
   };
+  run(std::integral_constant<int, 8>{});
   run(std::integral_constant<int, 4>{});
   run(std::integral_constant<int, 1>{});
   check_launch("quant_gemm");
