@@ -327,7 +327,8 @@ void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapt
 
   PeftConfig config = peft_config(adapter.config(), is_target, ranks, alphas);
   config.base_model_name_or_path = base_path;
-  config.fan_in_fan_out = !model.config().is_llama();
+  // Where layers differ PEFT notes what the last one needs: the head's weight is [out, in] also in GPT-2.
+  config.fan_in_fan_out = !model.config().is_llama() && !is_target[std::string(kHead)];
   nn::AtomicFolder out(folder);
   nn::write_file(out.path() / kConfigFile, peft_config_text(config));
   nn::write_safetensors(out.path() / nn::kAdapterFile, tensors, metadata);

@@ -263,6 +263,18 @@ TEST(AdapterFile, AnAdaptedHeadHasItsOwnWeightBesideTheFactors) {
                 " is not the weight of this model");
 }
 
+TEST(AdapterFile, AnAdaptedHeadOfGpt2IsNotedAsPeftNotesIt) {
+  nn::TransformerConfig config = tiny_config();
+  config.tie_word_embeddings = false;
+  CausalLM model = tiny_model(config);
+  for (const bool has_head : {false, true}) {
+    const TempFolder out;
+    save_adapter(out / "a", model, random_adapter(model, {.target_modules = {has_head ? "lm_head" : "o_proj"}}), "");
+
+    EXPECT_EQ(json::parse(nn::read_file(out / "a" / kConfig))["fan_in_fan_out"], !has_head);
+  }
+}
+
 TEST(AdapterFile, SavingReplacesAnOlderOne) {
   const TempFolder out;
   CausalLM model = tiny_model(tiny_config());
@@ -463,63 +475,6 @@ TEST(AdapterFile, AMergedCheckpointHoldsTheMergedWeightsAfterTheModelIsUnmerged)
   const auto merged = logits(*again);
   // Logits below 10; each weight is rounded once more, and adds up with others in some 20 sums of at most 96 terms.
   for (std::size_t i = 0; i < merged.size(); ++i) ASSERT_NEAR(merged[i], adapted[i], 1e-4);
-}
-
-TEST(BaseFingerprint, IsThatOfTheBaseAlsoUnderAnAdapter) {
-  CausalLM model = tiny_model(tiny_config());
-  const std::string plain = base_fingerprint(model);
-  const Adapter adapter = random_adapter(model, {});
-  adapter.attach(model);
-
-  EXPECT_EQ(plain.size(), 16u);
-  EXPECT_EQ(base_fingerprint(model), plain);
-}
-
-TEST(BaseFingerprint, IsThatOfTheBaseAlsoIn16Bits) {
-  const CausalLM model = tiny_model(tiny_config()), copy = tiny_model(tiny_config(), 1, DType::bf16);
-  const NoGradGuard no_grad;
-  for (std::size_t i = 0; i < copy.parameters().size(); ++i) copy.parameters()[i].tensor.copy_(model.parameters()[i].tensor);
-
-  EXPECT_EQ(base_fingerprint(copy), base_fingerprint(model));
-}
-
-// A layer whose weight is no parameter, as a quantised one.
-class CodedLinear final : public nn::LinearBase {
- public:
-  explicit CodedLinear(const Tensor& weight) : weight_(weight) {}
-  Tensor forward(const Tensor& x, Generator* = nullptr) const override { return linear(x, weight_); }
-  std::int64_t in_features() const override { return weight_.size(1); }
-  std::int64_t out_features() const override { return weight_.size(0); }
-  Tensor dense_weight() const override { return weight_; }
-  const Tensor& bias() const override { return bias_; }
-
- private:
-  Tensor weight_, bias_;
-};
-
-TEST(BaseFingerprint, SeesWeightsThatAreNoParametersAlsoUnderAnAdapter) {
-  CausalLM model = tiny_model(tiny_config());
-  const auto fingerprint_with = [&](double value) {
-    model.replace_child("model.layers.1.self_attn.o_proj", std::make_shared<CodedLinear>(Tensor::full({12, 12}, value)));
-    return base_fingerprint(model);
-  };
-
-  const std::string ones = fingerprint_with(1), twos = fingerprint_with(2);
-  random_adapter(model, {.target_modules = {"o_proj"}}).attach(model);
-
-  EXPECT_NE(ones, twos);
-  EXPECT_EQ(base_fingerprint(model), twos);
-}
-
-TEST(BaseFingerprint, SeesTheSignsOfTwoWeights) {
-  const CausalLM model = tiny_model(tiny_config());
-  const std::string plain = base_fingerprint(model);
-  const Tensor weight = model.parameters()[0].tensor;
-  const NoGradGuard no_grad;
-
-  for (const std::int64_t column : {1, 3}) slice(select_index(weight, 0, 0), 0, column, column + 1).mul_(-1);
-
-  EXPECT_NE(base_fingerprint(model), plain);
 }
 
 }  // namespace
