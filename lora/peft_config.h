@@ -30,8 +30,9 @@ struct PeftConfig {
   bool targets(const std::string& module) const;
 };
 
-// Throws heddle::Error with the path for text that is not JSON or a pattern that cannot be used (Note: Patterns of names), another type of adapter, a missing r, lora_alpha or target_modules,
-// values of a wrong type or range, and every option that changes what an adapter computes and that we do not have.
+// Throws heddle::Error with the path for text that is not JSON, a pattern that cannot be used (Note: Patterns of names), another type of
+// adapter, a missing r, lora_alpha or target_modules, values of a wrong type or range, and every option that changes what an adapter
+// computes and that we do not have.
 PeftConfig read_peft_config(const std::filesystem::path& path);
 
 // Keys in alphabetical order, every key of PEFT, indented by two: PEFT's own text for the same config.

@@ -9,6 +9,7 @@
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
 #include "nn/atomic_file.h"
+#include "nn/json_text.h"
 #include "nn/optim.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
@@ -26,11 +27,9 @@ const char* const kConfigFile = "config.json";
 const char* const kModelOptFile = "hf_quant_config.json";
 
 json read_json(const fs::path& path) {
-  try {
-    return json::parse(nn::read_file(path));
-  } catch (const json::exception& error) {
-    throw Error(concat_text(nn::printable_path(path), ": not JSON: ", error.what()));
-  }
+  json out = nn::parse_json<json>(nn::read_file(path));
+  HEDDLE_CHECK(!out.is_discarded(), nn::printable_path(path), ": not JSON of at most ", nn::kMaxJsonDepth, " levels");
+  return out;
 }
 
 // What the folder says about its layout; null if it says nothing.

@@ -275,6 +275,14 @@ TEST(QuantFile, RefusesToWriteWhatNobodyReads) {
             "quantize: there is no published file layout for fp4; write fp8_e4m3, mxfp4 or nvfp4");
 }
 
+// Deep enough to exhaust the stack of a recursive copy.
+TEST(QuantFile, RefusesConfigsOfManyLevels) {
+  const TempFolder folder;
+  nn::write_file(folder / "config.json", "{\"quantization_config\": " + std::string(200'000, '[') + std::string(200'000, ']') + "}");
+
+  EXPECT_THROW(quant::has_quantized(folder.path()), Error);
+}
+
 TEST(QuantFile, APlainCheckpointIsNotQuantised) {
   const TempFolder folder;
   nn::write_file(folder / "config.json", R"({"hidden_size": 12})");
