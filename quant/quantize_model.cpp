@@ -38,12 +38,26 @@ std::vector<Layer> plain_layers(const nn::Module& model) {
   return out;
 }
 
-void check_patterns(const nn::Module& model, const QuantConfig& config) {
-  for (const std::string& pattern : config.exclude) {
-    const auto modules = model.modules();
-    const bool is_known = std::ranges::any_of(modules, [&](const nn::NamedModule& module) { return matches(pattern, module.name); });
-    if (!is_known && pattern != "lm_head") throw nn::BadValue("quantize.exclude", "patterns that name a layer of the model", nn::quoted_text(pattern));
+// The layers that are to be quantised, and the names of those that a pattern excludes.
+struct Selection {
+  std::vector<Layer> chosen;
+  std::vector<std::string> kept;
+};
+
+Selection select_layers(const nn::Module& model, const std::vector<std::string>& exclude) {
+  const std::vector<Layer> layers = plain_layers(model);
+  for (const std::string& pattern : exclude) {
+    const bool is_known = std::ranges::any_of(layers, [&](const Layer& layer) { return matches(pattern, layer.name); });
+    if (!is_known && pattern != "lm_head")
+      throw nn::BadValue("quantize.exclude", "patterns that name linear layers, as \"o_proj\" and \"layers.0.*\" do", nn::quoted_text(pattern));
   }
+  Selection out;
+  for (const Layer& layer : layers) {
+    if (is_excluded(layer.name, exclude)) out.kept.push_back(layer.name);
+    else out.chosen.push_back(layer);
+  }
+  HEDDLE_CHECK(!out.chosen.empty(), "quantize: all ", out.kept.size(), " linear layers are excluded; exclude fewer");
+  return out;
 }
 
 // Layers with the same key share a tensor scale.
@@ -55,15 +69,27 @@ std::string fused_with(const std::string& name) {
   return found == kFused.end() ? name : name.substr(0, dot) + found->second;
 }
 
-// The largest magnitudes of tensors that share a scale, by fused_with.
-std::map<std::string, Tensor> shared_magnitudes(const std::vector<Layer>& layers) {
+// The largest magnitudes of weights that share a tensor scale, by fused_with; of none in formats without one.
+std::map<std::string, Tensor> shared_magnitudes(const std::vector<Layer>& layers, const QuantSpec& spec) {
   std::map<std::string, Tensor> out;
+  if (spec.format != QuantFormat::nvfp4) return out;
   for (const auto& [name, layer] : layers) {
     const Tensor own = largest_magnitude(name + ".weight", layer->weight());
     Tensor& shared = out[fused_with(name)];
     if (!shared.defined() || own.item() > shared.item()) shared = own;
   }
   return out;
+}
+
+// Calls body(layer, packed) for every layer and its quantised weight.
+template <typename Body>
+void for_packed(const std::vector<Layer>& layers, const QuantSpec& spec, const Body& body) {
+  const std::map<std::string, Tensor> magnitudes = shared_magnitudes(layers, spec);
+  for (const Layer& layer : layers) {
+    const auto shared = magnitudes.find(fused_with(layer.name));
+    body(layer, QuantizedWeight::quantize(layer.name + ".weight", layer.layer->weight(), spec,
+                                          shared == magnitudes.end() ? Tensor() : shared->second));
+  }
 }
 
 std::string text(const char* format, double value) {
@@ -119,26 +145,16 @@ bool is_excluded(const std::string& layer, const std::vector<std::string>& patte
 
 QuantReport quantize_model(nn::Module& model, const QuantConfig& config) {
   const QuantSpec spec = config.spec();
-  check_patterns(model, config);
-  QuantReport report;
-  std::vector<Layer> chosen;
-  for (const Layer& layer : plain_layers(model)) {
-    if (is_excluded(layer.name, config.exclude)) report.kept.push_back(layer.name);
-    else chosen.push_back(layer);
-  }
-  HEDDLE_CHECK(!chosen.empty(), "quantize: no layer is left to quantise; exclude fewer than ", report.kept.size());
-  std::map<std::string, Tensor> magnitudes;
-  if (spec.format == QuantFormat::nvfp4) magnitudes = shared_magnitudes(chosen);
+  const Selection selection = select_layers(model, config.exclude);
+  QuantReport report{.layers = {}, .kept = selection.kept};
   std::vector<std::shared_ptr<QuantLinear>> quantized;
-  for (const auto& [name, layer] : chosen) {
-    const Tensor& weight = layer->weight();
-    const auto shared = magnitudes.find(fused_with(name));
-    const auto packed = QuantizedWeight::quantize(name + ".weight", weight, spec, shared == magnitudes.end() ? Tensor() : shared->second);
-    report.layers.push_back({name, spec, weight.size(0), weight.size(1), weight.nbytes(), packed.nbytes(), packed.bits_per_weight(),
+  for_packed(selection.chosen, spec, [&](const Layer& layer, const QuantizedWeight& packed) {
+    const Tensor& weight = layer.layer->weight();
+    report.layers.push_back({layer.name, spec, weight.size(0), weight.size(1), weight.nbytes(), packed.nbytes(), packed.bits_per_weight(),
                              quant_error(weight, packed)});
-    quantized.push_back(std::make_shared<QuantLinear>(packed, layer->bias(), weight.dtype(), config.compute));
-  }
-  for (std::size_t i = 0; i < chosen.size(); ++i) model.replace_child(chosen[i].name, quantized[i]);
+    quantized.push_back(std::make_shared<QuantLinear>(packed, layer.layer->bias(), weight.dtype(), config.compute));
+  });
+  for (std::size_t i = 0; i < quantized.size(); ++i) model.replace_child(selection.chosen[i].name, quantized[i]);
   return report;
 }
 
@@ -192,18 +208,16 @@ nn::BarChart to_chart(const QuantReport& report) {
 }
 
 std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude) {
-  std::vector<Layer> layers = plain_layers(model);
-  std::erase_if(layers, [&](const Layer& layer) { return is_excluded(layer.name, exclude); });
+  const std::vector<Layer> layers = select_layers(model, exclude).chosen;
   std::string out = padded("format", 30, false) + padded("bits", 10) + padded("MSE", 12) + padded("SQNR dB", 9) + padded("worst", 12) +
                     padded("became 0", 10) + "\n";
   for (const auto& [name, spec] : comparable_specs()) {
     QuantError error;
     std::int64_t bytes = 0;
-    for (const Layer& layer : layers) {
-      const auto packed = QuantizedWeight::quantize(layer.name + ".weight", layer.layer->weight(), spec);
+    for_packed(layers, spec, [&](const Layer& layer, const QuantizedWeight& packed) {
       error.add(quant_error(layer.layer->weight(), packed));
       bytes += packed.nbytes();
-    }
+    });
     const auto count = static_cast<double>(std::max<std::int64_t>(error.count, 1));
     out += padded(name, 30, false) + padded(text("%.6f", 8.0 * static_cast<double>(bytes) / count), 10) + padded(text("%.4g", error.mse()), 12) +
            padded(text("%.2f", error.sqnr_db()), 9) + padded(text("%.4g", error.worst), 12) +

@@ -26,8 +26,8 @@ struct QuantReport {
 
 // Puts a QuantLinear in the place of every Linear layer of the model that no exclude pattern names. In nvfp4 the queries', keys' and
 // values' projections of a layer share a tensor scale, and so do gate and up: programs that run them as one product need it. Throws
-// nn::BadValue for a pattern that matches nothing (other than lm_head, which a tied model lacks), heddle::Error for a weight that
-// is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is then unchanged.
+// nn::BadValue for a pattern that names no linear layer (other than lm_head, which a tied model lacks), heddle::Error for a weight
+// that is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is then unchanged.
 QuantReport quantize_model(nn::Module& model, const QuantConfig& config);
 
 // Puts plain layers of the decoded weights, in the layers' dtype, back for every QuantLinear of the model.
@@ -45,7 +45,8 @@ std::string to_table(const QuantReport& report);
 std::string to_json(const QuantReport& report);
 nn::BarChart to_chart(const QuantReport& report);
 
-// A table of what every format would make of the model's Linear layers, those of `exclude` apart; the model stays as it is.
+// A table of what every format would make of the model's Linear layers, those of `exclude` apart; the model stays as it is. Throws as
+// quantize_model does.
 std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude);
 
 }  // namespace heddle::quant

@@ -1,5 +1,6 @@
 #include "quant/quant_linear.h"
 
+#include <cstdio>
 #include <limits>
 
 #include "autograd/grad_mode.h"
@@ -203,10 +204,15 @@ TEST(QuantizeModel, RefusesWhatItCannotDoAndChangesNothing) {
   QuantConfig config = nvfp4_config();
   const std::size_t parameters = model.parameters().size();
 
-  config.exclude = {"lm_head", "out_proj"};
-  EXPECT_EQ(error_of([&] { quantize_model(model, config); }), "quantize.exclude: expected patterns that name a layer of the model, got \"out_proj\"");
+  // Of these out_proj is not there, self_attn holds linear layers but is none, and a norm is not linear.
+  for (const char* pattern : {"out_proj", "self_attn", "norm"}) {
+    config.exclude = {"lm_head", pattern};
+    const std::string expected = concat_text("quantize.exclude: expected patterns that name linear layers, as \"o_proj\" and \"layers.0.*\" do, got \"", pattern, "\"");
+    EXPECT_EQ(error_of([&] { quantize_model(model, config); }), expected);
+    EXPECT_EQ(error_of([&] { quant::scoreboard(model, config.exclude); }), expected);
+  }
   config.exclude = {"*_proj"};
-  EXPECT_EQ(error_of([&] { quantize_model(model, config); }), "quantize: no layer is left to quantise; exclude fewer than 12");
+  EXPECT_EQ(error_of([&] { quantize_model(model, config); }), "quantize: all 12 linear layers are excluded; exclude fewer");
   EXPECT_EQ(model.parameters().size(), parameters);
   quantize_model(model, nvfp4_config());
   EXPECT_EQ(error_of([&] { quantize_model(model, nvfp4_config()); }),
@@ -223,6 +229,37 @@ TEST(QuantReport, ShowsEveryLayer) {
     EXPECT_NE(json.find('"' + layer.name + '"'), std::string::npos);
   }
   EXPECT_NE(table.find("kept as it is: lm_head"), std::string::npos);
+  EXPECT_EQ(table.find("note:"), std::string::npos);
+}
+
+TEST(QuantReport, NotesAWeightAHundredTimesTheRootMeanSquare) {
+  const auto table_of = [](double largest) {
+    QuantReport report;
+    report.layers.push_back({.name = "up_proj", .error = {.count = 4, .signal = 4, .largest = largest}});
+    return to_table(report);
+  };
+  const char* const note = "note: the largest weight of up_proj is 101 times the root mean square; others near it may have become 0\n";
+
+  EXPECT_NE(table_of(101).find(note), std::string::npos);
+  EXPECT_EQ(table_of(99).find("note:"), std::string::npos);
+}
+
+// In nvfp4 projections share a tensor scale: under that of q_proj and k_proj, a v_proj a million times smaller becomes 0.
+TEST(Scoreboard, HasTheErrorOfTheQuantisedModel) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  {
+    const NoGradGuard no_grad;
+    for (const auto& [name, tensor] : model.parameters())
+      if (name.ends_with("v_proj.weight")) tensor.mul_(1e-6);
+  }
+  const std::string table = quant::scoreboard(model, {"lm_head"});
+  quant::QuantError error;
+  for (const quant::LayerReport& layer : quantize_model(model, nvfp4_config()).layers) error.add(layer.error);
+
+  char share[16];
+  std::snprintf(share, sizeof share, "%.2f %%\n", 100.0 * static_cast<double>(error.zeroed) / static_cast<double>(error.count));
+  const std::size_t line = table.find("nvfp4, nearest");
+  EXPECT_EQ(table.find(share, line), table.find('\n', line) + 1 - std::string(share).size()) << table << share;
 }
 
 }  // namespace
