@@ -1,5 +1,6 @@
 #include <filesystem>
 #include <iostream>
+#include <optional>
 
 #include "examples/commands.h"
 #include "examples/options.h"
@@ -7,6 +8,7 @@
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
 #include "quant/quant_file.h"
+#include "quant/quant_layout.h"
 #include "quant/quantize_model.h"
 
 namespace heddle::examples {
@@ -43,22 +45,27 @@ config::RunConfig read_config(const QuantizeCommand& command, const fs::path& fo
   return config::load_run_config((folder / "config.yaml").string(), overrides);
 }
 
-// Everything of the new folder appears at once.
-void write_model(const fs::path& target, const nn::CausalLM& model, const config::RunConfig& run, const quant::QuantReport& report) {
-  nn::AtomicFolder folder(target);
-  quant::save_quantized(folder.path(), model);
-  nn::write_file(folder.path() / "config.yaml", config::to_yaml(run));
-  nn::write_file(folder.path() / "report.json", quant::to_json(report));
-  nn::write_file(folder.path() / "report.svg", nn::to_svg(quant::to_chart(report)));
-  folder.commit();
+void write_model(const fs::path& folder, const nn::CausalLM& model, const config::RunConfig& run, const quant::QuantReport& report) {
+  quant::save_quantized(folder, model);
+  nn::write_file(folder / "config.yaml", config::to_yaml(run));
+  nn::write_file(folder / "report.json", quant::to_json(report));
+  nn::write_file(folder / "report.svg", nn::to_svg(quant::to_chart(report)));
 }
 
 int run_quantize(const QuantizeCommand& command) {
   if (command.compares == !command.output.empty() || command.compares != command.format.empty())
     throw ConfigError("quantize: give --format and --output, or --compare without them");
+  if (command.compares && !command.overrides.empty())
+    throw ConfigError("quantize: --compare shows every form of every format; leave out --set " + nn::printable(command.overrides.front()));
   const fs::path folder = nn::open_weights(command.model);
   if (quant::has_quantized(folder)) throw ConfigError("--model: " + nn::printable_path(folder) + " is quantised already; give the plain model");
   const config::RunConfig run = read_config(command, folder);
+  // Before the work: what cannot be written is known first. Everything of the new folder appears at once.
+  std::optional<nn::AtomicFolder> out;
+  if (!command.compares) {
+    quant::written_layout(run.quantize->spec());
+    out.emplace(command.output);
+  }
   nn::CausalLM model = make_model(run, choose_device(command.device));
   nn::load_weights(folder / "model.safetensors", model);
   if (command.compares) {
@@ -67,8 +74,9 @@ int run_quantize(const QuantizeCommand& command) {
   }
   const quant::QuantReport report = quant::quantize_model(model, *run.quantize);
   std::cout << quant::to_table(report);
-  write_model(command.output, model, run, report);
-  std::cout << "wrote " << command.output << ": model.safetensors, config.json, config.yaml, report.json, report.svg\n";
+  write_model(out->path(), model, run, report);
+  out->commit();
+  std::cout << "wrote " << nn::printable(command.output) << ": model.safetensors, config.json, config.yaml, report.json, report.svg\n";
   return 0;
 }
 

@@ -115,8 +115,8 @@ bool load_model_weights(const std::filesystem::path& folder, const config::RunCo
     return false;
   }
   const QuantCompute compute = run.quantize.value_or(quant::QuantConfig{}).compute;
-  for (const std::string& name : quant::load_quantized(folder, model, compute))
-    std::cerr << "heddle: not used: " << nn::printable(name) << ", a scale of activations\n";
+  if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, compute); !ignored.empty())
+    std::cerr << "heddle: not used: " << ignored.size() << " scales of activations, " << nn::printable(ignored.front()) << " the first\n";
   for (const auto& [name, module] : model.modules()) {
     const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module);
     if (layer == nullptr) continue;

@@ -167,7 +167,7 @@ bool PeftConfig::targets(const std::string& module) const {
 
 PeftConfig read_peft_config(const fs::path& path) {
   const auto json = nn::parse_json<Json>(nn::read_file(path));
-  HEDDLE_CHECK(json.is_object(), nn::printable_path(path), ": not a JSON object of at most ", nn::kMaxJsonDepth, " levels");
+  HEDDLE_CHECK(json.is_object(), nn::printable_path(path), ": not a JSON object of at most ", nn::kMaxJsonDepth, " levels with each key once");
   Reader in(path, json);
   const auto number = [&in](const std::string& key, const Json& value) { return in.number(key, value); };
   const auto rank = [&in](const std::string& key, const Json& value) { return in.rank(key, value); };

@@ -1,19 +1,29 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace heddle::nn {
 
 // More than any file of ours or of Hugging Face has; the library recurses when it copies, compares or prints a value.
 inline constexpr int kMaxJsonDepth = 64;
 
-// The value of a text; discarded (is_discarded()) if that is not JSON or has lists and objects in more than kMaxJsonDepth levels.
-// Json is nlohmann::json or nlohmann::ordered_json.
+// The value of a text; discarded (is_discarded()) if that is not JSON, has lists and objects in more than kMaxJsonDepth levels, or an
+// object with a key twice, of which readers take different ones. Json is nlohmann::json or nlohmann::ordered_json.
 template <typename Json>
 Json parse_json(std::string_view text) {
+  using Event = typename Json::parse_event_t;
   bool fits = true;
-  const auto keep = [&fits](int depth, typename Json::parse_event_t, const Json&) { return fits = fits && depth <= kMaxJsonDepth; };
+  std::vector<std::set<std::string>> keys(kMaxJsonDepth + 2);  // of the open object at each depth
+  const auto keep = [&](int depth, Event event, const Json& value) {
+    fits = fits && depth <= kMaxJsonDepth;
+    if (fits && event == Event::object_start) keys[static_cast<std::size_t>(depth) + 1].clear();
+    if (fits && event == Event::key) fits = keys[static_cast<std::size_t>(depth)].insert(value.template get<std::string>()).second;
+    return fits;
+  };
   Json out = Json::parse(text, keep, /*allow_exceptions=*/false);
   return fits ? out : Json(Json::value_t::discarded);
 }

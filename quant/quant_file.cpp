@@ -28,7 +28,7 @@ const char* const kModelOptFile = "hf_quant_config.json";
 
 json read_json(const fs::path& path) {
   json out = nn::parse_json<json>(nn::read_file(path));
-  HEDDLE_CHECK(!out.is_discarded(), nn::printable_path(path), ": not JSON of at most ", nn::kMaxJsonDepth, " levels");
+  HEDDLE_CHECK(!out.is_discarded(), nn::printable_path(path), ": not JSON of at most ", nn::kMaxJsonDepth, " levels with each key once; mend or remove it");
   return out;
 }
 

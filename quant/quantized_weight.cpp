@@ -13,6 +13,7 @@ namespace heddle::quant {
 namespace {
 
 constexpr double kLargestWeight = 0x1p126;
+constexpr double kLargestRead = 0x1p127;  // below: with scales rounded up, less than twice the largest weight is read
 
 // As the kernels read it: a matrix with dense rows, at most float32.
 Tensor as_source(const Tensor& weight) {
@@ -35,23 +36,42 @@ void check_part(const std::string& name, const char* what, const Tensor& part, D
                shape, ", got ", part.defined() ? part.describe() : "nothing");
 }
 
-// The values of scales, or of codes where codes need not all be numbers.
-template <typename Value>
-void check_bytes(const std::string& name, const char* what, const Tensor& bytes, bool must_be_positive, const Value& value_of) {
-  std::array<bool, 256> is_good{};
-  for (int code = 0; code < 256; ++code) {
-    const float value = value_of(static_cast<std::uint8_t>(code));
-    is_good[static_cast<std::size_t>(code)] = std::isfinite(value) && (!must_be_positive || value > 0);
-  }
-  for (const std::uint8_t byte : bytes.to_vector<std::uint8_t>())
-    HEDDLE_CHECK(is_good[byte], "quantized weight '", name, "': ", what, " hold the byte ", static_cast<int>(byte), ", which is ",
-                 value_of(byte), "; the file is damaged or of another format");
+const char* const kDamaged = "; the file is damaged or of another format";
+
+// FP8 codes that are NaN or infinite.
+template <typename F>
+void check_codes(const std::string& name, const Tensor& codes) {
+  std::array<bool, 256> is_number{};
+  for (std::size_t code = 0; code < is_number.size(); ++code) is_number[code] = std::isfinite(decode<F>(static_cast<std::uint8_t>(code)));
+  for (const std::uint8_t code : codes.to_vector<std::uint8_t>())
+    HEDDLE_CHECK(is_number[code], "quantized weight '", name, "': codes hold the byte ", static_cast<int>(code), ", which is ", decode<F>(code), kDamaged);
 }
 
-void check_floats(const std::string& name, const char* what, const Tensor& scales) {
-  for (const double scale : scales.to_doubles())
-    HEDDLE_CHECK(std::isfinite(scale) && scale > 0, "quantized weight '", name, "': ", what, " hold ", scale,
-                 "; they must be finite and above 0");
+// Block scales as numbers.
+std::vector<double> scale_values(const QuantSpec& spec, const Tensor& scales) {
+  if (scales.dtype() != DType::u8) return scales.to_doubles();
+  const std::vector<std::uint8_t> bytes = scales.to_vector<std::uint8_t>();
+  std::vector<double> out(bytes.size());
+  std::ranges::transform(bytes, out.begin(), [&](std::uint8_t byte) { return spec.format == QuantFormat::mxfp4 ? decode_e8m0(byte) : decode<E4M3>(byte); });
+  return out;
+}
+
+// Scales of 0 occur in files of other programs, for blocks that read as 0; a tensor scale is divided by.
+void check_scales(const std::string& name, const QuantSpec& spec, const QuantizedWeight::Parts& parts) {
+  double largest = 0;
+  for (const double scale : scale_values(spec, parts.scales)) {
+    HEDDLE_CHECK(std::isfinite(scale) && scale >= 0, "quantized weight '", name, "': scales hold ", scale, ", and must be finite and not negative", kDamaged);
+    largest = std::max(largest, scale);
+  }
+  if (parts.global.defined()) {
+    const double global = parts.global.item();
+    HEDDLE_CHECK(std::isfinite(global) && global > 0, "quantized weight '", name, "': the global scale is ", global,
+                 ", and must be finite and above 0", kDamaged);
+    largest /= global;
+  }
+  const float most = spec.format == QuantFormat::fp8_e4m3 ? E4M3::kLargest : spec.format == QuantFormat::fp8_e5m2 ? E5M2::kLargest : E2M1::kLargest;
+  HEDDLE_CHECK(largest * most <= kLargestRead, "quantized weight '", name, "': under its largest scale, ", largest, ", weights may be up to ",
+               largest * most, ", beyond 2^127", kDamaged);
 }
 
 }  // namespace
@@ -62,15 +82,10 @@ QuantizedWeight::QuantizedWeight(const std::string& name, const QuantSpec& spec,
   const QuantLayout layout = quant_layout(spec, out_features, in_features);
   check_part(name, "codes", parts.codes, DType::u8, layout.codes);
   check_part(name, "scales", parts.scales, layout.scale_dtype, layout.scales);
-  if (layout.has_global) {
-    check_part(name, "global scale", parts.global, DType::f32, {1});
-    check_floats(name, "global scales", parts.global);
-  }
-  if (spec.format == QuantFormat::fp8_e4m3) check_bytes(name, "codes", parts.codes, false, decode<E4M3>);
-  if (spec.format == QuantFormat::fp8_e5m2) check_bytes(name, "codes", parts.codes, false, decode<E5M2>);
-  if (spec.format == QuantFormat::nvfp4) check_bytes(name, "scales", parts.scales, true, decode<E4M3>);
-  else if (spec.format == QuantFormat::mxfp4) check_bytes(name, "scales", parts.scales, true, decode_e8m0);
-  else check_floats(name, "scales", parts.scales);
+  if (layout.has_global) check_part(name, "global scale", parts.global, DType::f32, {1});
+  if (spec.format == QuantFormat::fp8_e4m3) check_codes<E4M3>(name, parts.codes);
+  if (spec.format == QuantFormat::fp8_e5m2) check_codes<E5M2>(name, parts.codes);
+  check_scales(name, spec, parts);
 }
 
 QuantizedWeight QuantizedWeight::quantize(const std::string& name, const Tensor& weight, const QuantSpec& spec, const Tensor& amax) {

@@ -18,7 +18,7 @@ class QuantizedWeight {
   };
 
   // Takes parts as they come from a file. Throws heddle::Error naming `name` if a shape or dtype is not the layout's, a scale is NaN,
-  // infinite or not above 0, or an FP8 code is not a number.
+  // infinite or negative, a global scale is 0, an FP8 code is not a number, or a weight might be beyond 2^127.
   QuantizedWeight(const std::string& name, const QuantSpec& spec, std::int64_t out_features, std::int64_t in_features, const Parts& parts);
 
   // Quantises weight [out, in] of any floating dtype, read as float32 at most. Weights that are to share their tensor scale share

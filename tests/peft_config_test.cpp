@@ -124,8 +124,9 @@ TEST(PeftConfig, WhatChangesTheAdapterAndIsNotSupportedIsRefused) {
     const std::string error = error_of([&in = in] { read(in.dump()); });
     EXPECT_TRUE(error.ends_with("/adapter_config.json: " + message)) << error;
   }
-  EXPECT_TRUE(error_of([] { read("[1]"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels"));
-  EXPECT_TRUE(error_of([] { read("{"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels"));
+  EXPECT_TRUE(error_of([] { read("[1]"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels with each key once"));
+  EXPECT_TRUE(error_of([] { read(R"({"r": 4, "r": 8})"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels with each key once"));
+  EXPECT_TRUE(error_of([] { read("{"); }).ends_with("/adapter_config.json: not a JSON object of at most 64 levels with each key once"));
 }
 
 TEST(PeftConfig, UnknownKeysThatSayNothingAreAccepted) {
@@ -146,7 +147,7 @@ TEST(PeftConfig, LevelsWithoutEndAreRefused) {
 
   const std::string error = error_of([&] { read(R"({"peft_type": "LORA", "new_list": )" + lists + "}"); });
 
-  EXPECT_TRUE(error.ends_with("/adapter_config.json: not a JSON object of at most 64 levels")) << error;
+  EXPECT_TRUE(error.ends_with("/adapter_config.json: not a JSON object of at most 64 levels with each key once")) << error;
 }
 
 TEST(PeftConfig, PatternsThatCannotBeUsedAreRefusedWithTheFileAndTheirStart) {

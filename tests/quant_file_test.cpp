@@ -245,7 +245,7 @@ TEST(QuantFile, NamesEverythingThatDoesNotFitAndChangesNothing) {
   EXPECT_EQ(error_of([&] { quant::load_quantized(folder.path(), model); }),
             nn::printable_path(folder.path()) + " does not fit this model; nothing was loaded:\n  missing " + q + ".weight_scale\n  " + k +
                 ".weight_scale is U8, in nvfp4-pack-quantized it is F8_E4M3\n  quantized weight '" + v +
-                "': scales hold the byte 127, which is nan; the file is damaged or of another format\n  missing model.norm.weight\n  unexpected extra");
+                "': scales hold nan, and must be finite and not negative; the file is damaged or of another format\n  missing model.norm.weight\n  unexpected extra");
   EXPECT_EQ(logits_of(model), logits_of(before));
 }
 
@@ -281,6 +281,32 @@ TEST(QuantFile, RefusesConfigsOfManyLevels) {
   nn::write_file(folder / "config.json", "{\"quantization_config\": " + std::string(200'000, '[') + std::string(200'000, ']') + "}");
 
   EXPECT_THROW(quant::has_quantized(folder.path()), Error);
+}
+
+// Programs differ in which of them they take.
+TEST(QuantFile, RefusesConfigsWithAKeyTwice) {
+  const TempFolder folder;
+  for (const char* text : {R"({"quantization_config": {"quant_method": "awq"}, "quantization_config": {}})",
+                           R"({"quantization_config": {"format": "awq", "format": "nvfp4-pack-quantized"}})"}) {
+    nn::write_file(folder / "config.json", text);
+    EXPECT_EQ(error_of([&] { quant::has_quantized(folder.path()); }),
+              nn::printable_path(folder / "config.json") + ": not JSON of at most 64 levels with each key once; mend or remove it");
+  }
+}
+
+// Every layout's bytes under the title of every other one.
+TEST(QuantFile, RefusesBytesOfAnotherLayoutThanItsConfigNames) {
+  for (const QuantConfig& stored : written_configs())
+    for (const QuantConfig& titled : written_configs()) {
+      const TempFolder folder, other;
+      write_quantized(folder.path(), stored);
+      write_quantized(other.path(), titled);
+      nn::write_file(folder / "config.json", nn::read_file(other / "config.json"));
+      nn::CausalLM model = plain_model();
+      const std::string error = error_of([&] { quant::load_quantized(folder.path(), model); });
+
+      EXPECT_EQ(error == "no error", stored.format == titled.format) << name_of(stored.format) << " as " << name_of(titled.format) << ": " << error;
+    }
 }
 
 TEST(QuantFile, APlainCheckpointIsNotQuantised) {

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <limits>
+#include <optional>
 
 #include "autograd/grad_mode.h"
 #include "autograd/gradcheck.h"
@@ -96,18 +97,68 @@ TEST(QuantizedWeight, NamesTheValueThatItCannotHold) {
   }
 }
 
-TEST(QuantizedWeight, RefusesStoredScalesThatAreNoNumbers) {
-  const auto with_scale = [](const QuantSpec& spec, std::uint8_t byte) {
-    const QuantizedWeight good = packed({1, 16}, spec);
-    const Tensor scales = Tensor::from_vector(std::vector<std::uint8_t>{byte}, {1, 1});
-    return error_of([&] { QuantizedWeight("w", spec, 1, 16, {good.parts().codes, scales, good.parts().global}); });
-  };
-  const char* const end = "; the file is damaged or of another format";
+// What a [1, 16] weight with these scales gives, "no error" if it can be read.
+std::string error_with(const QuantSpec& spec, const Tensor& scales, std::optional<float> global = {}) {
+  const QuantizedWeight good = packed({1, 16}, spec);
+  const Tensor of_tensor = global ? Tensor::from_vector(std::vector<float>{*global}, {1}) : good.parts().global;
+  return error_of([&] { QuantizedWeight("w", spec, 1, 16, {good.parts().codes, scales, of_tensor}); });
+}
 
-  EXPECT_EQ(with_scale(kNvfp4, 0x7F), concat_text("quantized weight 'w': scales hold the byte 127, which is nan", end));
-  EXPECT_EQ(with_scale(kNvfp4, 0x81), concat_text("quantized weight 'w': scales hold the byte 129, which is -0.00195312", end));
-  EXPECT_EQ(with_scale({.format = QuantFormat::mxfp4}, 255), concat_text("quantized weight 'w': scales hold the byte 255, which is nan", end));
-  EXPECT_EQ(with_scale({.format = QuantFormat::mxfp4}, 0), "no error");
+Tensor one_byte(std::uint8_t byte) { return Tensor::from_vector(std::vector<std::uint8_t>{byte}, {1, 1}); }
+Tensor one_float(float value) { return Tensor::from_vector(std::vector<float>{value}, {1, 1}); }
+
+constexpr QuantSpec kMxfp4{.format = QuantFormat::mxfp4};
+constexpr QuantSpec kFp8Channel{.format = QuantFormat::fp8_e4m3, .grain = ScaleGrain::channel};
+
+TEST(QuantizedWeight, RefusesStoredScalesThatAreNoNumbers) {
+  const auto refused = [](const char* value) {
+    return concat_text("quantized weight 'w': scales hold ", value, ", and must be finite and not negative; the file is damaged or of another format");
+  };
+  const auto global_refused = [](const char* value) {
+    return concat_text("quantized weight 'w': the global scale is ", value, ", and must be finite and above 0; the file is damaged or of another format");
+  };
+  const float inf = std::numeric_limits<float>::infinity();
+
+  EXPECT_EQ(error_with(kNvfp4, one_byte(0x7F)), refused("nan"));
+  EXPECT_EQ(error_with(kNvfp4, one_byte(0x81)), refused("-0.00195312"));
+  EXPECT_EQ(error_with(kMxfp4, one_byte(255)), refused("nan"));
+  EXPECT_EQ(error_with(kFp8Channel, one_float(-2)), refused("-2"));
+  EXPECT_EQ(error_with(kFp8Channel, one_float(inf)), refused("inf"));
+  EXPECT_EQ(error_with(kNvfp4, one_byte(1), 0.0f), global_refused("0"));
+  EXPECT_EQ(error_with(kNvfp4, one_byte(1), inf), global_refused("inf"));
+}
+
+TEST(QuantizedWeight, ReadsScalesOfZeroAsZero) {
+  for (const QuantSpec& spec : {kNvfp4, kFp8Channel}) {
+    const QuantizedWeight good = packed({1, 16}, spec);
+    const Tensor zero = spec.is_fp8() ? one_float(0) : one_byte(0);
+    const QuantizedWeight weight("w", spec, 1, 16, {good.parts().codes, zero, good.parts().global});
+
+    EXPECT_TRUE(test::all_close(weight.dequantize(DType::f32), std::vector<double>(16, 0.0), 0));
+  }
+  EXPECT_EQ(error_with(kMxfp4, one_byte(0)), "no error");  // which is 2^-127
+}
+
+// 6 * 2^125 is beyond 2^127 and 6 * 2^124 is not; 448 / g * 6 for g = 2^-116 is 1.3 * 2^127; 448 * 4e35 is 1.05 * 2^127.
+TEST(QuantizedWeight, RefusesScalesUnderWhichWeightsMightBeInfinite) {
+  const char* const text = "quantized weight 'w': under its largest scale, ";
+
+  EXPECT_EQ(error_with(kMxfp4, one_byte(127 + 124)), "no error");
+  EXPECT_TRUE(error_with(kMxfp4, one_byte(127 + 125)).starts_with(text));
+  EXPECT_EQ(error_with(kNvfp4, one_byte(126), 0x1p-115f), "no error");
+  EXPECT_TRUE(error_with(kNvfp4, one_byte(126), 0x1p-116f).starts_with(text));
+  EXPECT_EQ(error_with(kFp8Channel, one_float(3.7e35f)), "no error");
+  EXPECT_TRUE(error_with(kFp8Channel, one_float(4e35f)).starts_with(text));
+}
+
+// Every form of a weight of the largest size there may be can be read again.
+TEST(QuantizedWeight, ReadsTheLargestWeightsItQuantises) {
+  std::vector<float> values(48, 0x1p126f);
+  for (std::size_t i = 0; i < values.size(); i += 2) values[i] *= -0.7f;
+  for (const auto& [name, spec] : all_specs()) {
+    const QuantizedWeight weight = QuantizedWeight::quantize("w", Tensor::from_vector(values, {1, 48}), spec);
+    EXPECT_EQ(error_of([&] { QuantizedWeight("w", spec, 1, 48, weight.parts()); }), "no error") << name;
+  }
 }
 
 TEST(QuantizedWeight, RefusesPartsOfAnotherShape) {
