@@ -22,14 +22,16 @@ int run_generate(const GenerateCommand& command) {
   if (command.prompt.empty()) throw ConfigError("--prompt: expected at least one byte to continue, got \"\"");
   const std::filesystem::path folder = nn::open_weights(command.model);
   // The machine that trained the model need not be this one.
-  const config::RunConfig run =
+  config::RunConfig run =
       config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=auto", "base=null"});
+  const std::filesystem::path adapter = command.adapter.empty() ? std::filesystem::path() : nn::open_adapter(command.adapter);
+  if (!adapter.empty()) follow_adapter(adapter, folder, run);
   constexpr std::array kPasses = {AttentionPass::forward};
   const Device device = choose_attention_device(command.device, attention_problem(run), kPasses, run.attention.kernel);
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
-  load_model_weights(folder, run, model);
-  if (!command.adapter.empty()) lora::load_adapter(nn::open_adapter(command.adapter), model).attach(model);
+  load_model_weights(command.model, run, model);
+  if (!adapter.empty()) lora::load_adapter(adapter, model).attach(model);
   model.eval();
 
   const nn::ByteTokenizer tokenizer;

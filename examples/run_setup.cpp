@@ -13,6 +13,7 @@
 #include "quant/quant_file.h"
 #include "quant/quant_linear.h"
 #include "quant/quantize_model.h"
+#include "quant/quantized_base.h"
 
 namespace heddle::examples {
 namespace {
@@ -109,18 +110,33 @@ nn::CausalLM make_model(const config::RunConfig& run, Device device) {
   return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
 }
 
-bool load_model_weights(const std::filesystem::path& folder, const config::RunConfig& run, nn::CausalLM& model, nn::Dtypes dtypes) {
-  if (!quant::has_quantized(folder)) {
+void follow_adapter(const std::filesystem::path& adapter, const std::filesystem::path& base, config::RunConfig& run) {
+  const std::filesystem::path file = adapter / "config.yaml";
+  if (quant::has_quantized(base) || !std::filesystem::exists(file)) return;
+  const config::RunConfig trained = config::load_run_config(file.string(), {"attention.kernel=auto", "device=auto"}, {}, config::Base::not_opened);
+  if (!trained.quantize) return;
+  run.quantize = trained.quantize;
+  run.train.precision = trained.train.precision;
+}
+
+bool load_model_weights(const std::string& path, const config::RunConfig& run, nn::CausalLM& model, nn::Dtypes dtypes) {
+  const std::filesystem::path folder = nn::open_weights(path);
+  const bool is_stored = quant::has_quantized(folder);
+  if (!is_stored && !run.quantize) {
     nn::load_weights(folder / "model.safetensors", model, dtypes);
     return false;
   }
-  const QuantCompute compute = run.quantize.value_or(quant::QuantConfig{}).compute;
-  if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, compute); !ignored.empty())
+  const quant::QuantConfig config = run.quantize.value_or(quant::QuantConfig{});
+  if (!is_stored) {
+    for (const std::string& line : quant::load_quantized_base(path, folder, config, model_dtype(run), model))
+      std::cerr << "heddle: " << line << '\n';
+  } else if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, config.compute); !ignored.empty()) {
     std::cerr << "heddle: not used: " << ignored.size() << " scales of activations, " << nn::printable(ignored.front()) << " the first\n";
+  }
   for (const auto& [name, module] : model.modules()) {
     const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module);
     if (layer == nullptr) continue;
-    std::cerr << "heddle: " << quant::describe_products(layer->weight().spec(), compute, model.device(), model_dtype(run)) << '\n';
+    std::cerr << "heddle: " << quant::describe_products(layer->weight().spec(), config.compute, model.device(), layer->dtype()) << '\n';
     break;
   }
   return true;
@@ -128,20 +144,16 @@ bool load_model_weights(const std::filesystem::path& folder, const config::RunCo
 
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model) {
   if (!run.base) return std::nullopt;
-  const bool is_quantized = load_model_weights(nn::open_weights(*run.base), run, model, nn::Dtypes::converted);
-  HEDDLE_CHECK(!is_quantized || run.lora, "base ", *run.base, " is quantised: its weights are frozen; add a section lora");
-  HEDDLE_CHECK(!is_quantized || !run.quantize, "base ", *run.base, " is quantised already; leave the section quantize out");
+  const bool is_stored = quant::has_quantized(nn::open_weights(*run.base));
+  HEDDLE_CHECK(!is_stored || run.lora, "base ", *run.base, " is quantised: its weights are frozen; add a section lora");
+  HEDDLE_CHECK(!is_stored || !run.quantize, "base ", *run.base, " is quantised already; leave the section quantize out");
+  load_model_weights(*run.base, run, model, nn::Dtypes::converted);
   if (!run.lora) return std::nullopt;
   for (const auto& [name, module] : model.modules())
     if (const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get()); layer != nullptr) {
       const Tensor weight = layer->dense_weight();
       if (max(reshape(mul(weight, weight), {-1}), 0).item() == 0) std::cerr << "heddle: all weights of " << name << " are zero\n";
     }
-  if (run.quantize) {
-    const quant::QuantReport report = quant::quantize_model(model, *run.quantize);
-    std::cerr << "heddle: " << quant::summary(report) << "\nheddle: "
-              << quant::describe_products(run.quantize->spec(), run.quantize->compute, model.device(), model_dtype(run)) << '\n';
-  }
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   lora::Adapter adapter(model, lora::plan_layers(lora::linear_layers(model), *run.lora), *run.lora, generator);
   adapter.attach(model);

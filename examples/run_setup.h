@@ -51,13 +51,17 @@ void apply_settings(const config::RunConfig& run, Device device);
 // The model of a config on a device, with weights drawn from the config's seed.
 nn::CausalLM make_model(const config::RunConfig& run, Device device);
 
-// Loads the weights in a folder, dense or quantised, into the model, and returns whether they are quantised. For these standard error
-// says what they are computed in, and names what the file has beside them.
-bool load_model_weights(const std::filesystem::path& folder, const config::RunConfig& run, nn::CausalLM& model,
-                        nn::Dtypes dtypes = nn::Dtypes::equal);
+// An adapter belongs on its base as that was in training: where the config in the adapter's folder quantises the base, whose folder holds
+// the plain model, `run` is to do so too, from weights of the same precision.
+void follow_adapter(const std::filesystem::path& adapter, const std::filesystem::path& base, config::RunConfig& run);
 
-// Fills the model from the config's base, if it has one, quantises it and attaches the adapter, as the config asks for. Layers whose weights are all zero
-// are named on standard error: an adapter there learns next to nothing.
+// Loads the weights that a path of the user's stands for into the model, and returns whether they are quantised: stored so, or by the
+// config's section quantize from weights of its precision. Standard error then says what they cost and are computed in, and what the
+// file has beside them.
+bool load_model_weights(const std::string& path, const config::RunConfig& run, nn::CausalLM& model, nn::Dtypes dtypes = nn::Dtypes::equal);
+
+// Fills the model from the config's base, if it has one, quantised where the config says so, and attaches the adapter. Layers whose
+// weights are all zero are named on standard error: an adapter there learns next to nothing.
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model);
 
 // The attention of a config's model.

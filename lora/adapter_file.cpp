@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <map>
 #include <optional>
 #include <set>
@@ -15,6 +14,7 @@
 #include "lora/peft_config.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
+#include "nn/fingerprint.h"
 #include "nn/hf_names.h"
 #include "nn/optim.h"
 #include "nn/safetensors.h"
@@ -363,34 +363,22 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
 
 std::string base_fingerprint(const nn::CausalLM& model) {
   const NoGradGuard no_grad;
-  std::uint64_t hash = 0xCBF29CE484222325u;
-  // FNV-1a over words of eight bytes; the shift lets high bits reach low ones, which multiplication does not.
-  const auto mix = [&hash](const void* data, std::size_t nbytes) {
-    const auto* bytes = static_cast<const unsigned char*>(data);
-    for (std::size_t i = 0; i < nbytes; i += sizeof(std::uint64_t)) {
-      std::uint64_t word = 0;
-      std::memcpy(&word, bytes + i, std::min(nbytes - i, sizeof(word)));
-      hash = (hash ^ word) * 0x100000001B3u;
-      hash ^= hash >> 32;
-    }
-  };
-  const auto mix_tensor = [&mix](std::string name, const Tensor& tensor) {
+  nn::Fingerprint fingerprint;
+  const auto add = [&fingerprint](std::string name, const Tensor& tensor) {
     if (const std::size_t at = name.find(kBaseLayer); at != std::string::npos) name.erase(at, kBaseLayer.size());
     const std::string head = concat_text(name, " ", tensor.shape());
     const Tensor values = contiguous(cast(tensor.detach(), DType::bf16)).to(kCpu);
-    mix(head.data(), head.size());
-    mix(values.view().data, static_cast<std::size_t>(values.nbytes()));
+    fingerprint.add(head);
+    fingerprint.add(values.view().data, static_cast<std::size_t>(values.nbytes()));
   };
   for (const auto& [name, tensor] : model.parameters())
-    if (name.find(".lora_") == std::string::npos) mix_tensor(name, tensor);
+    if (name.find(".lora_") == std::string::npos) add(name, tensor);
   for (const auto& [name, module] : model.modules()) {
     const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get());
     if (layer == nullptr || dynamic_cast<const nn::Linear*>(layer) != nullptr || dynamic_cast<const LoraLinear*>(layer) != nullptr) continue;
-    mix_tensor(name, layer->dense_weight());
+    add(name, layer->dense_weight());
   }
-  std::string out(16, '0');
-  for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];
-  return out;
+  return fingerprint.text();
 }
 
 }  // namespace heddle::lora

@@ -22,6 +22,7 @@ class QuantLinear final : public nn::LinearBase {
   Tensor dense_weight() const override { return weight_.dequantize(dtype_); }
 
   const QuantizedWeight& weight() const { return weight_; }
+  DType dtype() const { return dtype_; }
   const Tensor& bias() const override { return bias_; }
 
  private:

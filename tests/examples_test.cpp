@@ -155,8 +155,27 @@ TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
   EXPECT_NE(at_start.output.find("nvfp4 weights: stored so"), std::string::npos) << at_start.output;
   EXPECT_EQ(nn::read_file(folder.path() / "a/checkpoint-3/adapter_model.safetensors"), nn::read_file(folder.path() / "b/checkpoint-3/adapter_model.safetensors"));
   EXPECT_EQ(merge.exit_code, 0) << merge.output;
-  EXPECT_NE(merge.output.find("the base was quantised, the merged weights are not"), std::string::npos) << merge.output;
+  EXPECT_NE(merge.output.find("the base was quantised, the merged weights are not; quantised again they would be off by "), std::string::npos) << merge.output;
   EXPECT_EQ(heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + merged.string()).exit_code, 0);
+}
+
+// The plain base and the adapter are enough: the base is quantised as it was in training, from what was kept then.
+TEST(Tool, UsesAnAdapterOfABaseThatTrainingQuantised) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  for (const char* format : {"nvfp4", "fp4"}) {
+    const std::string run = (folder.path() / format).string(), merged = (folder.path() / "merged").string() + format;
+    const Outcome train = heddle(train_three_steps("configs/arithmetic_lora.yaml", run) + " --set base=" + base + " --set quantize.format=" + format);
+    const Outcome text = heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + base + " --adapter " + run);
+    const Outcome merge = heddle("merge --base " + base + " --adapter " + run + " --output " + merged);
+
+    ASSERT_EQ(train.exit_code, 0) << train.output;
+    EXPECT_EQ(text.exit_code, 0) << text.output;
+    EXPECT_EQ(text.output.find("quantised weights of an earlier run") != std::string::npos, format == std::string("nvfp4")) << text.output;
+    EXPECT_EQ(merge.exit_code, 0) << merge.output;
+    EXPECT_NE(merge.output.find("rounded to bfloat16"), std::string::npos) << merge.output;
+  }
 }
 
 TEST(Tool, QuantisesAModelThatThenGenerates) {
@@ -187,6 +206,20 @@ TEST(Tool, QuantisesIntoANewFolderOnly) {
     EXPECT_NE(outcome.output.find("--output: expected a folder that does not exist yet, got \""), std::string::npos) << outcome.output;
   }
   EXPECT_TRUE(fs::exists(fs::path(model) / "best.json") || fs::exists(fs::path(model) / "metrics.jsonl"));
+}
+
+// Nothing is read or quantised first.
+TEST(Tool, SaysBeforeQuantisingWhatItCannotDo) {
+  const test::TempFolder folder;
+  const std::string model = (folder.path() / "run").string(), out = (folder.path() / "no/such").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
+  const auto output_of = [&](const std::string& arguments) { return heddle("quantize --model " + model + " " + arguments).output; };
+
+  EXPECT_EQ(output_of("--format fp4 --output " + out), "heddle: quantize: there is no published file layout for fp4; write fp8_e4m3, mxfp4 or nvfp4\n");
+  EXPECT_EQ(output_of("--format nvfp4 --output " + out),
+            "heddle: cannot write " + out + ": the folder " + (folder.path() / "no").string() + " does not exist; create it first\n");
+  EXPECT_EQ(output_of("--compare --set quantize.format=nvfp4"),
+            "heddle: quantize: --compare shows every form of every format; leave out --set quantize.format=nvfp4\n");
 }
 
 TEST(Tool, ComparesWhatFormatsCost) {

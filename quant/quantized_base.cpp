@@ -1,0 +1,134 @@
+#include "quant/quantized_base.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "autograd/grad_mode.h"
+#include "autograd/ops.h"
+#include "nn/atomic_file.h"
+#include "nn/checkpoint.h"
+#include "nn/fingerprint.h"
+#include "nn/json_text.h"
+#include "nn/posix_file.h"
+#include "quant/quant_file.h"
+#include "quant/quantize_model.h"
+
+namespace heddle::quant {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+const char* const kWeightsFile = "model.safetensors";
+const char* const kRecordFile = "base.json";
+constexpr int kVersion = 1;  // goes up where the same base and config give other bytes than before
+
+void add_file(nn::Fingerprint& fingerprint, const fs::path& path) {
+  const nn::FileDescriptor file = nn::open_for_reading(path);
+  const std::int64_t nbytes = nn::file_size(file, path);
+  std::vector<char> part(std::size_t{1} << 20);  // whole words
+  for (std::int64_t at = 0; at < nbytes; at += static_cast<std::int64_t>(part.size())) {
+    const std::int64_t count = std::min(nbytes - at, static_cast<std::int64_t>(part.size()));
+    nn::read_exactly(file, path, part.data(), count, at);
+    fingerprint.add(part.data(), static_cast<std::size_t>(count));
+  }
+}
+
+std::string fingerprint_of(const fs::path& file) {
+  nn::Fingerprint out;
+  add_file(out, file);
+  return out.text();
+}
+
+// Everything that decides which bytes come out.
+std::string key_of(const fs::path& weights, const QuantConfig& config, DType dtype) {
+  QuantConfig copy = config;
+  copy.compute = QuantConfig{}.compute;
+  nn::Fingerprint out;
+  out.add(concat_text("version ", kVersion, ", ", dtype));
+  for (const nn::Field& field : fields(copy)) out.add(concat_text(field.key, ": ", field.value_text()));
+  add_file(out, weights);
+  return out.text();
+}
+
+bool has_layout(const QuantSpec& spec) { return spec.format != QuantFormat::fp8_e5m2 && spec.format != QuantFormat::fp4; }
+
+class Kept {
+ public:
+  Kept(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype)
+      : config_(config), key_(key_of(folder / kWeightsFile, config, dtype)) {
+    folder_ = fs::canonical(base);
+    folder_ += concat_text(".", name_of(config.format), "-", key_);
+  }
+
+  bool exists() const { return fs::exists(folder_); }
+  std::string name() const { return nn::printable_path(folder_); }
+
+  // Fills the model and returns what quantising had cost. Throws heddle::Error, with the model unchanged, for a folder that is not whole.
+  std::string load(nn::CausalLM& model) const {
+    const json record = nn::parse_json<json>(nn::read_file(folder_ / kRecordFile));
+    const auto text_at = [&](const char* key) {
+      const auto found = record.is_object() ? record.find(key) : record.end();
+      return record.is_object() && found != record.end() && found->is_string() ? found->get<std::string>() : std::string();
+    };
+    HEDDLE_CHECK(text_at("key") == key_, kRecordFile, " is of another base or config");
+    HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_ / kWeightsFile), kWeightsFile, " is not the file that was written");
+    load_quantized(folder_, model, config_.compute);
+    return text_at("cost");
+  }
+
+  void save(const nn::CausalLM& model, const std::string& cost) const {
+    nn::AtomicFolder out(folder_);
+    save_quantized(out.path(), model);
+    const json record = {{"key", key_}, {"weights", fingerprint_of(out.path() / kWeightsFile)}, {"cost", cost}};
+    nn::write_file(out.path() / kRecordFile, record.dump(2) + "\n");
+    out.commit();
+  }
+
+ private:
+  const QuantConfig& config_;
+  std::string key_;
+  fs::path folder_;
+};
+
+// As if the parameters had been loaded in `dtype`.
+void round_parameters(const nn::CausalLM& model, DType dtype) {
+  const NoGradGuard no_grad;
+  for (const auto& [name, tensor] : model.parameters())
+    if (tensor.dtype() != dtype) tensor.copy_(cast(cast(tensor, dtype), tensor.dtype()));
+}
+
+// Returns what it cost.
+std::string quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model) {
+  nn::load_weights(folder / kWeightsFile, model, nn::Dtypes::converted);
+  round_parameters(model, dtype);
+  return summary(quantize_model(model, config));
+}
+
+}  // namespace
+
+std::vector<std::string> load_quantized_base(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype,
+                                             nn::CausalLM& model) {
+  if (!has_layout(config.spec())) return {quantize_base(folder, config, dtype, model)};
+  const Kept kept(base, folder, config, dtype);
+  std::vector<std::string> log;
+  if (kept.exists()) {
+    try {
+      log.push_back(kept.load(model));
+      log.push_back("quantised weights of an earlier run, from " + kept.name());
+      return log;
+    } catch (const Error& error) {
+      log = {concat_text(kept.name(), " is made again: ", error.what())};
+    }
+  }
+  log.push_back(quantize_base(folder, config, dtype, model));
+  try {
+    kept.save(model, log.back());
+    log.push_back("quantised weights are kept in " + kept.name());
+  } catch (const Error& error) {
+    log.push_back(concat_text("quantised weights are not kept: ", error.what()));
+  }
+  return log;
+}
+
+}  // namespace heddle::quant
