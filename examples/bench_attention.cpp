@@ -18,7 +18,7 @@ namespace {
 
 struct BenchCommand {
   std::int64_t batch = 4, heads = 8, kv_heads = 0, seq = 2048, head_dim = 64;
-  bool is_causal = false;
+  bool is_causal = false, is_deterministic = false;
   std::string preset, dtype = "bfloat16", kernel = "all", pass = "both", device = "auto", json;
   int runs = 0;
   double ceiling = 0;  // TFLOP/s
@@ -95,7 +95,9 @@ class AttentionBench {
  public:
   AttentionBench(const BenchCommand& command, DType dtype, Device device)
       : command_(command), dtype_(dtype), ctx_(device_context(device)), random_(dtype, device),
-        ceiling_(command.ceiling > 0 ? 1e12 * command.ceiling : gemm_ceiling(dtype, ctx_)) {}
+        ceiling_(command.ceiling > 0 ? 1e12 * command.ceiling : gemm_ceiling(dtype, ctx_)) {
+    ctx_.deterministic = command.is_deterministic;
+  }
 
   void run() {
     print_head();
@@ -155,6 +157,7 @@ class AttentionBench {
   void print_head() const {
     std::cout << dtype_ << " on " << ctx_.device;
     if (ctx_.device.is_cpu()) std::cout << ", " << num_threads() << " threads";
+    if (ctx_.deterministic) std::cout << ", deterministic";
     std::printf("; matrix products reach %.4g TFLOP/s\n", ceiling_ / 1e12);
     std::cout << "FLOP: 4 B H N N D forward, 2.5 times that backward, half of both when causal. Bytes: every tensor read or written once.\n"
                  "Caches are cold. ms is the median, the spread its quartiles; * is timed inside a CUDA graph.\n";
@@ -179,7 +182,8 @@ class AttentionBench {
 
   void write_json() const {
     const nlohmann::json document = {{"dtype", dtype_name(dtype_)}, {"device", concat_text(ctx_.device)}, {"threads", num_threads()},
-                                     {"gemm_tflops", ceiling_ / 1e12}, {"results", results_}, {"skipped", skipped_}, {"wrong", faults_}};
+                                     {"deterministic", ctx_.deterministic}, {"gemm_tflops", ceiling_ / 1e12}, {"results", results_},
+                                     {"skipped", skipped_}, {"wrong", faults_}};
     std::ofstream out(command_.json);
     out << document.dump(1) << '\n';
     HEDDLE_CHECK(out.good(), "bench-attention: cannot write ", command_.json);
@@ -224,6 +228,7 @@ void add_bench_attention_command(CLI::App& app, int& exit_code) {
   size("--seq", command->seq, "Queries, and keys")->capture_default_str();
   size("--head-dim", command->head_dim, "D")->capture_default_str();
   sub->add_flag("--causal", command->is_causal, "A query sees no later key");
+  sub->add_flag("--deterministic", command->is_deterministic, "Kernels that give the same bits in every run: another backward");
   choice("--preset", command->preset, "Instead of one shape: articles (B4 H8 D64, N 512 to 4096), long (16384 tokens), bar (35 shapes)",
          {"articles", "long", "bar"});
   choice("--dtype", command->dtype, "Type of q, k, v", {"bfloat16", "float16", "float32", "float64"})->capture_default_str();

@@ -283,6 +283,19 @@ TEST(Tool, BenchAttentionTimesBothPassesAndWritesThem) {
   const std::string written = nn::read_file(json);
   for (const char* key : {"\"fwd\"", "\"bwd\"", "\"median_ms\"", "\"tflops\"", "\"gemm_tflops\"", "\"skipped\""})
     EXPECT_NE(written.find(key), std::string::npos) << key << " in " << written;
+  EXPECT_NE(written.find("\"deterministic\": false"), std::string::npos) << written;
+}
+
+TEST(Tool, BenchAttentionSaysIfItsKernelsAreDeterministic) {
+  const test::TempFolder folder;
+  const std::string json = (folder.path() / "bench.json").string();
+
+  const Outcome outcome = heddle("bench-attention --device cpu --dtype float32 --batch 1 --heads 1 --seq 8 --head-dim 8 --pass bwd --runs 10 "
+                                 "--ceiling 1 --deterministic --json " + json);
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find(", deterministic; "), std::string::npos) << outcome.output;
+  EXPECT_NE(nn::read_file(json).find("\"deterministic\": true"), std::string::npos);
 }
 
 TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
