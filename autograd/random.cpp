@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "kernels/runtime/parallel.h"
 #include "kernels/runtime/random.h"
 
 namespace heddle {
@@ -15,12 +16,15 @@ Tensor draw(const Shape& shape, Generator& generator, DType dtype, Device device
   double* out = host.mutable_view().as<double>();
   const std::int64_t count = host.numel();
   const std::uint64_t first = generator.reserve(count, 2);
-  for (std::int64_t i = 0; i < count; i += 2) {
-    const auto words = philox(generator.seed, first + static_cast<std::uint64_t>(i / 2), 0);
-    const auto [a, b] = fn(unit_interval(words[0], words[1]), unit_interval(words[2], words[3]));
-    out[i] = a;
-    if (i + 1 < count) out[i + 1] = b;
-  }
+  constexpr std::int64_t kGrain = 1 << 12;  // pairs that a thread draws at least
+  parallel_for((count + 1) / 2, kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t pair = begin; pair < end; ++pair) {
+      const auto words = philox(generator.seed, first + static_cast<std::uint64_t>(pair), 0);
+      const auto [a, b] = fn(unit_interval(words[0], words[1]), unit_interval(words[2], words[3]));
+      out[2 * pair] = a;
+      if (2 * pair + 1 < count) out[2 * pair + 1] = b;
+    }
+  });
   const Tensor result = Tensor::empty(shape, dtype, device);
   result.copy_(host);
   return result;

@@ -294,12 +294,16 @@ TEST(Quantize, FourOverSixTakesFourWhereThatIsExact) {
   EXPECT_EQ(q.code_bytes()[0], 0x56);                    // 3, 4
 }
 
-TEST(Quantize, SharedAmaxGivesSharedScales) {
-  const Tensor small = row({1, 2, 3, 4}), large = row({8, 2, 3, 4});
-  const Tensor amax_of_both = Tensor::zeros({1});
-  for (const Tensor& x : {small, large}) amax({.x = x.view(), .out = amax_of_both.mutable_view(), .write = Write::accumulate}, device_context(kCpu));
+// The tensor scale is that of the larger of two matrices for both of them; 4 in the smaller one has its own block scale.
+TEST(Quantize, MatricesThatShareAmaxShareTheirTensorScale) {
+  const Tensor small = row({1, 2, 3, 4}), large = row({8, 2, 3, 4}), amax_of_both = Tensor::zeros({1});
+  for (const Tensor& x : {large, small}) amax({.x = x.view(), .out = amax_of_both.mutable_view(), .write = Write::accumulate}, device_context(kCpu));
+  ASSERT_EQ(amax_of_both.item(), 8);
+  const auto shared = test::quantized(small, kNvNearest, {}, amax_of_both);
 
-  EXPECT_EQ(amax_of_both.item(), 8);
+  EXPECT_EQ(shared.global.item(), quantized(large, kNvNearest).global.item());
+  EXPECT_EQ(shared.scale_bytes(), Bytes{encode<E4M3>(224)});
+  EXPECT_EQ(shared.values().to_doubles()[3], 4);
 }
 
 TEST(Amax, ShowsNanAndInfinity) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kernels/runtime/parallel.h"
 #include "tests/support/tensors.h"
 
 namespace heddle {
@@ -29,6 +30,20 @@ TEST(Generator, SameSeedAndOffsetGiveTheSameNumbers) {
 
   EXPECT_EQ(a.to_doubles(), b.to_doubles());
   EXPECT_EQ(first.offset, second.offset);
+}
+
+// An odd count, and more than a thread takes at once.
+TEST(Generator, AnyNumberOfThreadsDrawsTheSameNumbers) {
+  const int threads = num_threads();
+  const auto drawn_by = [](int count) {
+    set_num_threads(count);
+    Generator generator{.seed = 5};
+    return normal({10, 3001}, 0.0, 1.0, generator).to_doubles();
+  };
+  const std::vector<double> one = drawn_by(1), three = drawn_by(3);
+  set_num_threads(threads);
+
+  EXPECT_EQ(one, three);
 }
 
 TEST(Generator, ConsecutiveDrawsAndOtherSeedsDiffer) {

@@ -12,7 +12,8 @@
 
 namespace heddle {
 
-// What lies beyond the code of the largest value begins, as bits of float, with kBeyond.
+// Of each format: bits of a code and of its mantissa, the exponent's bias, the largest value and its code, the code of NaN, and the bits
+// of the float that the code after the largest value's stands for.
 
 // Four bits: 0 0.5 1 1.5 2 3 4 6 and their negatives.
 struct E2M1 {

@@ -43,7 +43,7 @@ constexpr float nvfp4_global(float amax, ScaleSearch search) {
   return amax == 0.0f ? 1.0f : (global < kMost ? global : kMost);
 }
 
-// The E4M3 scale nearest to `wanted`, but above 0, or the next one up.
+// `wanted` as E4M3, to nearest or up, but never 0.
 constexpr ByteScale nvfp4_rounded(float wanted, float global, ScaleRounding rounding) {
   std::uint8_t code = encode<E4M3>(wanted);
   if (rounding == ScaleRounding::up && decode<E4M3>(code) < wanted && code < E4M3::kLargestCode) ++code;
@@ -51,8 +51,8 @@ constexpr ByteScale nvfp4_rounded(float wanted, float global, ScaleRounding roun
   return {code, decode<E4M3>(code) / global};
 }
 
-// The sum of squared errors of a block's elements divided by `scale`. Products of floats are exact in double, so a compiler that fuses them into
-// the sum changes nothing.
+// The sum of squared errors that a block's elements have under `scale`. Products of floats are exact in double, so a compiler that fuses
+// them into the sum changes nothing.
 constexpr double squared_error(const float (&x)[kNvBlock], float scale) {
   double sum = 0.0;
   for (const float value : x) {

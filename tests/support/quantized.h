@@ -25,11 +25,13 @@ struct Quantized {
   std::vector<std::uint8_t> scale_bytes() const { return scales.to_vector<std::uint8_t>(); }
 };
 
-inline Quantized quantized(const Tensor& x, const QuantSpec& spec, std::optional<std::uint64_t> seed = {}) {
+// With `shared` in place of the matrix's own largest magnitude.
+inline Quantized quantized(const Tensor& x, const QuantSpec& spec, std::optional<std::uint64_t> seed = {}, const Tensor& shared = {}) {
   const ExecContext& ctx = device_context(x.device());
   const QuantLayout layout = quant_layout(spec, x.size(0), x.size(1));
   const Tensor largest = Tensor::empty({1}, DType::f32, x.device());
-  amax({.x = x.view(), .out = largest.mutable_view()}, ctx);
+  if (shared.defined()) largest.copy_(shared);
+  else amax({.x = x.view(), .out = largest.mutable_view()}, ctx);
   Quantized out{spec, x.size(0), x.size(1), Tensor::empty(layout.codes, DType::u8, x.device()),
                 Tensor::empty(layout.scales, layout.scale_dtype, x.device()), {}};
   if (layout.has_global) out.global = Tensor::empty({1}, DType::f32, x.device());
