@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct QuantizeCommand {
-  std::string model, format, output, device = "auto";
+  std::string model, format, output, only, device = "auto";
   std::vector<std::string> exclude, overrides;
   bool compares = false;
 };
@@ -55,6 +55,7 @@ void write_model(const fs::path& folder, const nn::CausalLM& model, const config
 int run_quantize(const QuantizeCommand& command) {
   if (command.compares == !command.output.empty() || command.compares != command.format.empty())
     throw ConfigError("quantize: give --format and --output, or --compare without them");
+  if (!command.compares && !command.only.empty()) throw ConfigError("quantize: --only is for --compare; leave layers as they are with --exclude");
   if (command.compares && !command.overrides.empty())
     throw ConfigError("quantize: --compare shows every form of every format; leave out --set " + nn::printable(command.overrides.front()));
   const fs::path folder = nn::open_weights(command.model);
@@ -69,7 +70,7 @@ int run_quantize(const QuantizeCommand& command) {
   nn::CausalLM model = make_model(run, choose_device(command.device));
   nn::load_weights(folder / "model.safetensors", model);
   if (command.compares) {
-    std::cout << quant::scoreboard(model, excluded(command));
+    std::cout << quant::scoreboard(model, excluded(command), command.only.empty() ? "*" : command.only);
     return 0;
   }
   const quant::QuantReport report = quant::quantize_model(model, *run.quantize);
@@ -92,6 +93,7 @@ void add_quantize_command(CLI::App& app, int& exit_code) {
       ->allow_extra_args(false);
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);
   sub->add_flag("--compare", command->compares, "Print what every format would cost, and write nothing");
+  sub->add_option("--only", command->only, "Compare on the layers of this name or pattern alone");
   sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
   sub->footer("Example: heddle quantize --model runs/tiny --format nvfp4 --output runs/tiny-nvfp4");
   sub->callback([command, &exit_code] { exit_code = run_quantize(*command); });

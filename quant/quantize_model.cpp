@@ -38,6 +38,8 @@ std::vector<Layer> plain_layers(const nn::Module& model) {
   return out;
 }
 
+const char* const kLayerPattern = "a pattern that names linear layers, as \"o_proj\" and \"layers.0.*\" do";
+
 // The layers that are to be quantised, and the names of those that a pattern excludes.
 struct Selection {
   std::vector<Layer> chosen;
@@ -49,7 +51,7 @@ Selection select_layers(const nn::Module& model, const std::vector<std::string>&
   for (const std::string& pattern : exclude) {
     const bool is_known = std::ranges::any_of(layers, [&](const Layer& layer) { return matches(pattern, layer.name); });
     if (!is_known && pattern != "lm_head")
-      throw nn::BadValue("quantize.exclude", "patterns that name linear layers, as \"o_proj\" and \"layers.0.*\" do", nn::quoted_text(pattern));
+      throw nn::BadValue("quantize.exclude", kLayerPattern, nn::quoted_text(pattern));
   }
   Selection out;
   for (const Layer& layer : layers) {
@@ -207,8 +209,10 @@ nn::BarChart to_chart(const QuantReport& report) {
   return out;
 }
 
-std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude) {
-  const std::vector<Layer> layers = select_layers(model, exclude).chosen;
+std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude, const std::string& only) {
+  std::vector<Layer> layers = select_layers(model, exclude).chosen;
+  std::erase_if(layers, [&](const Layer& layer) { return !matches(only, layer.name); });
+  if (layers.empty()) throw nn::BadValue("--only", kLayerPattern, nn::quoted_text(only));
   std::string out = padded("format", 30, false) + padded("bits", 10) + padded("MSE", 12) + padded("SQNR dB", 9) + padded("worst", 12) +
                     padded("became 0", 10) + "\n";
   for (const auto& [name, spec] : comparable_specs()) {

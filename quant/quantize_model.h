@@ -45,8 +45,8 @@ std::string to_table(const QuantReport& report);
 std::string to_json(const QuantReport& report);
 nn::BarChart to_chart(const QuantReport& report);
 
-// A table of what every format would make of the model's Linear layers, those of `exclude` apart; the model stays as it is. Throws as
-// quantize_model does.
-std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude);
+// A table of what every format would make of the model's Linear layers, or of those that the pattern `only` names, those of `exclude`
+// apart; the model stays as it is. Throws as quantize_model does, and nn::BadValue if `only` names none of them.
+std::string scoreboard(const nn::Module& model, const std::vector<std::string>& exclude, const std::string& only = "*");
 
 }  // namespace heddle::quant

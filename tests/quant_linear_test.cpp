@@ -258,7 +258,7 @@ TEST(QuantizeModel, RefusesWhatItCannotDoAndChangesNothing) {
   // Of these out_proj is not there, self_attn holds linear layers but is none, and a norm is not linear.
   for (const char* pattern : {"out_proj", "self_attn", "norm"}) {
     config.exclude = {"lm_head", pattern};
-    const std::string expected = concat_text("quantize.exclude: expected patterns that name linear layers, as \"o_proj\" and \"layers.0.*\" do, got \"", pattern, "\"");
+    const std::string expected = concat_text("quantize.exclude: expected a pattern that names linear layers, as \"o_proj\" and \"layers.0.*\" do, got \"", pattern, "\"");
     EXPECT_EQ(error_of([&] { quantize_model(model, config); }), expected);
     EXPECT_EQ(error_of([&] { quant::scoreboard(model, config.exclude); }), expected);
   }
@@ -293,6 +293,17 @@ TEST(QuantReport, NotesAWeightAHundredTimesTheRootMeanSquare) {
 
   EXPECT_NE(table_of(101).find(note), std::string::npos);
   EXPECT_EQ(table_of(99).find("note:"), std::string::npos);
+}
+
+// 2 blocks of 12 x 12 weights of o_proj: 4 bits, and a float32 each.
+TEST(Scoreboard, OfOneKindOfLayerHasItsBits) {
+  const nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  const std::string all = quant::scoreboard(model, {"lm_head"}), some = quant::scoreboard(model, {"lm_head"}, "o_proj");
+
+  EXPECT_NE(some.find("\nfp4                             4.222222"), std::string::npos) << some;
+  EXPECT_EQ(all.find("\nfp4                             4.222222"), std::string::npos) << all;
+  EXPECT_EQ(error_of([&] { quant::scoreboard(model, {"lm_head"}, "norm"); }),
+            "--only: expected a pattern that names linear layers, as \"o_proj\" and \"layers.0.*\" do, got \"norm\"");
 }
 
 // In nvfp4 projections share a tensor scale: under that of q_proj and k_proj, a v_proj a million times smaller becomes 0.
