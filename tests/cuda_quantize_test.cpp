@@ -36,6 +36,20 @@ TEST_F(CudaQuantize, WritesTheBytesOfTheCpu) {
         }
 }
 
+// Multiples of 1/2 up to 6, where many scales have equal errors, normal numbers, where few have, and both at the ends of what scales can be.
+TEST_F(CudaQuantize, SearchesFindTheScalesOfTheCpu) {
+  const Tensor normal = random_tensor({256, 1024}, DType::f32, 4);
+  const Tensor grid = cast(cast(scale(normal, 3.0), DType::i32), DType::f32);
+  for (const Tensor& x : {normal, grid})
+    for (const double factor : {1.0, 0x1p-126, 0x1p-90, 0x1p120})
+      for (const ScaleSearch search : {ScaleSearch::four_over_six, ScaleSearch::mse})
+        for (const ScaleRounding rounding : {ScaleRounding::nearest, ScaleRounding::up}) {
+          const QuantSpec spec{.scale_rounding = rounding, .scale_search = search};
+          const Tensor scaled = slice(scale(x, factor), 0, 0, factor == 1.0 ? 256 : 32);
+          expect_same(quantized(scaled, spec), quantized(scaled.to(kCuda), spec), concat_text(static_cast<int>(search), " factor ", factor));
+        }
+}
+
 TEST_F(CudaQuantize, WritesTheSameBytesForRowsThatLieApart) {
   const Tensor part = slice(random_tensor({6, 70}, DType::bf16).to(kCuda), 1, 3, 67);
   for (const NamedSpec& named : all_specs()) expect_same(quantized(part.to(kCpu), named.spec), quantized(part, named.spec), named.name);
@@ -153,20 +167,47 @@ struct Reference {
   }
 };
 
-// Up to 16 rows go through the kernel that decodes as it reads, more through decoded parts. A bound of 3 roundings: of the weight, of
-// the result, and of the sum, whose 200 terms at 2^-24 each are less than one rounding to bfloat16 or float16.
+// Few rows go through the kernels that decode as they read, if the columns are a multiple of their pieces, others through decoded parts. A
+// bound of 3 roundings: of the weight, of the result, and of the sum, whose 608 terms at 2^-24 each are less than one rounding to bfloat16 or float16.
 TEST_F(CudaQuantize, ProductsAreThoseOfTheDecodedWeight) {
   for (const NamedSpec& named : all_specs())
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
-      for (const std::int64_t M : {1, 7, 16, 17}) {
-        const Tensor x = random_tensor({M, 200}, dtype, 5), bias = random_tensor({96}, dtype, 6);
-        const Quantized w = quantized(random_tensor({96, 200}, DType::f32, 7).to(kCuda), named.spec);
-        const Tensor y = Tensor::empty({M, 96}, dtype, kCuda);
-        quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view()}, device_context(kCuda));
+      for (const std::int64_t K : {200, 608})
+        for (const std::int64_t M : {1, 3, 5, 9, 16, 17}) {
+          const Tensor x = random_tensor({M, K}, dtype, 5), bias = random_tensor({90}, dtype, 6);
+          const Quantized w = quantized(random_tensor({90, K}, DType::f32, 7).to(kCuda), named.spec);
+          const Tensor y = Tensor::empty({M, 90}, dtype, kCuda);
+          quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view()}, device_context(kCuda));
 
-        const double unit = dtype == DType::f32 ? 200 * 0x1p-24 : unit_roundoff(dtype);
-        Reference(x.to_doubles(), w.values().to_doubles(), bias.to_doubles(), 200).expect(y, 3 * unit, text_of(named, dtype, {M}));
-      }
+          const double unit = dtype == DType::f32 ? static_cast<double>(K) * 0x1p-24 : unit_roundoff(dtype);
+          Reference(x.to_doubles(), w.values().to_doubles(), bias.to_doubles(), K).expect(y, 3 * unit, text_of(named, dtype, {M, K}));
+        }
+}
+
+TEST_F(CudaQuantize, FewRowsAreAddedToWhatIsThere) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const Tensor x = random_tensor({3, 64}, dtype, 5);
+    const Quantized w = quantized(random_tensor({40, 64}, DType::f32, 7).to(kCuda), {});
+    const Tensor y = Tensor::full({3, 40}, 2.0, dtype, kCuda), two = Tensor::full({40}, 2.0);
+    quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .write = Write::accumulate}, device_context(kCuda));
+
+    const double unit = dtype == DType::f32 ? 64 * 0x1p-24 : unit_roundoff(dtype);
+    Reference(x.to_doubles(), w.values().to_doubles(), two.to_doubles(), 64).expect(y, 3 * unit, concat_text(dtype));
+  }
+}
+
+// A NaN in a weight is one in all that is multiplied with its row.
+TEST_F(CudaQuantize, FewRowsKeepNanOfFp8Weights) {
+  for (const QuantFormat format : {QuantFormat::fp8_e4m3, QuantFormat::fp8_e5m2}) {
+    Quantized w = quantized(random_tensor({40, 64}, DType::f32, 7), {.format = format});
+    w.codes.mutable_view().as<std::uint8_t>()[5 * 64 + 9] = 0x7F;
+    w.codes = w.codes.to(kCuda), w.scales = w.scales.to(kCuda);
+    const Tensor y = Tensor::empty({2, 40}, DType::bf16, kCuda);
+    quant_gemm({.x = random_tensor({2, 64}, DType::bf16, 5).to(kCuda).view(), .w = w.view(), .out = y.mutable_view()}, device_context(kCuda));
+
+    const std::vector<double> values = y.to_doubles();
+    for (std::size_t i = 0; i < values.size(); ++i) EXPECT_EQ(std::isnan(values[i]), i % 40 == 5) << name_of(format) << ' ' << i;
+  }
 }
 
 TEST_F(CudaQuantize, InputGradientsAreThoseOfTheDecodedWeight) {

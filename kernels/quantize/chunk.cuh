@@ -52,23 +52,6 @@ struct Rows {
   }
 };
 
-// Of the float32 scales, that of an element is at [row >> row_shift, column >> column_shift].
-struct FloatScales {
-  const float* data;
-  std::int64_t stride;
-  int row_shift, column_shift;
-
-  __device__ float at(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
-};
-
-inline FloatScales float_scales_of(const QuantSpec& spec, const ConstView& scales) {
-  constexpr int kAll = 62, kBlockShift = 7;
-  static_assert(kFp8Block == 1 << kBlockShift);
-  const ScaleGrain grain = spec.is_fp8() ? spec.grain : ScaleGrain::tensor;
-  const bool is_block = grain == ScaleGrain::block;
-  return {scales.as<float>(), scales.shape.back(), is_block ? kBlockShift : (grain == ScaleGrain::channel ? 0 : kAll), is_block ? kBlockShift : kAll};
-}
-
 // Calls fn(std::type_identity<T>{}): the types of weights and activations.
 template <typename Fn>
 void dispatch_stored(DType dtype, const char* op, const Fn& fn) {

@@ -1,27 +1,61 @@
 #pragma once
 
-#include "kernels/quantize/chunk.cuh"
+#include <cuda_fp8.h>
 
-// How kernels read quantised weights: eight codes at a time, which share a scale.
+#include "kernels/quantize/chunk.cuh"
+#include "kernels/quantize/divide.cuh"
+
+// How kernels read quantised weights: up to 16 codes at a time, which share a scale.
 
 namespace heddle::cuda {
 
-inline constexpr int kCodeChunk = 8;
-static_assert(kNvBlock % kCodeChunk == 0);
+// Of the float32 scales, that of an element is at [row >> row_shift, column >> column_shift].
+struct FloatScales {
+  static constexpr bool kIsByte = false;
+  const float* data;
+  std::int64_t stride;
+  int row_shift, column_shift;
 
-// The scale of the element at [row, column], where it is a byte for a block.
+  __device__ float at(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
+  __device__ float of_sum(float sum) const { return sum; }
+};
+
+inline FloatScales float_scales_of(const QuantSpec& spec, const ConstView& scales) {
+  constexpr int kAll = 62, kBlockShift = 7;
+  static_assert(kFp8Block == 1 << kBlockShift);
+  const ScaleGrain grain = spec.is_fp8() ? spec.grain : ScaleGrain::tensor;
+  const bool is_block = grain == ScaleGrain::block;
+  return {scales.as<float>(), scales.shape.back(), is_block ? kBlockShift : (grain == ScaleGrain::channel ? 0 : kAll), is_block ? kBlockShift : kAll};
+}
+
+__device__ inline float decode_e4m3(int code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
+}
+
+// The scale of the element at [row, column], where it is a byte for a block: in_block() of the byte, and of_sum() what that leaves to do to a sum of
+// elements multiplied by it.
 struct E8M0Scale {
+  static constexpr bool kIsByte = true;
+  static constexpr int kSize = kMxBlock;
   const std::uint8_t* scales;
   std::int64_t stride;
-  __device__ float at(std::int64_t row, std::int64_t column) const { return decode_e8m0(scales[row * stride + column / kMxBlock]); }
+
+  __device__ const std::uint8_t* address(std::int64_t row, std::int64_t column) const { return scales + row * stride + column / kSize; }
+  static __device__ float in_block(std::uint8_t byte) { return decode_e8m0(byte); }
+  __device__ float of_sum(float sum) const { return sum; }
+  __device__ float at(std::int64_t row, std::int64_t column) const { return in_block(*address(row, column)); }
 };
 struct E4M3Scale {
+  static constexpr bool kIsByte = true;
+  static constexpr int kSize = kNvBlock;
   const std::uint8_t* scales;
   std::int64_t stride;
   const float* global;
-  __device__ float at(std::int64_t row, std::int64_t column) const {
-    return decode<E4M3>(scales[row * stride + column / kNvBlock]) / *global;
-  }
+
+  __device__ const std::uint8_t* address(std::int64_t row, std::int64_t column) const { return scales + row * stride + column / kSize; }
+  static __device__ float in_block(std::uint8_t byte) { return decode_e4m3(byte); }
+  __device__ float of_sum(float sum) const { return sum / *global; }
+  __device__ float at(std::int64_t row, std::int64_t column) const { return Divisor(*global).quotient(in_block(*address(row, column))); }
 };
 
 // Calls fn(F{}, scales) for the number format of the codes and what finds their scales.
@@ -37,25 +71,29 @@ void with_scales(const QuantView& w, const Fn& fn) {
   }
 }
 
-// The codes of a chunk as words.
-template <typename F>
+// N neighbouring codes as words.
+template <typename F, int N>
 struct CodeWords {
-  static constexpr int kCount = kCodeChunk * F::kBits / 32;
-  std::uint32_t at[kCount];
+  static constexpr int kBytes = N * F::kBits / 8;
+  std::uint32_t at[(kBytes + 3) / 4];
 
   __device__ float value(int i) const { return decode<F>(static_cast<std::uint8_t>(at[i * F::kBits / 32] >> (i * F::kBits % 32))); }
 };
 
 // From an address that is a multiple of their size.
-template <typename F>
-__device__ CodeWords<F> load_codes(const std::uint8_t* from) {
-  CodeWords<F> words;
-  if constexpr (CodeWords<F>::kCount == 1) {
+template <typename F, int N>
+__device__ CodeWords<F, N> load_codes(const std::uint8_t* from) {
+  CodeWords<F, N> words;
+  if constexpr (CodeWords<F, N>::kBytes == 2) {
+    words.at[0] = *reinterpret_cast<const std::uint16_t*>(from);
+  } else if constexpr (CodeWords<F, N>::kBytes == 4) {
     words.at[0] = *reinterpret_cast<const std::uint32_t*>(from);
-  } else {
+  } else if constexpr (CodeWords<F, N>::kBytes == 8) {
     const uint2 both = *reinterpret_cast<const uint2*>(from);
-    words.at[0] = both.x;
-    words.at[1] = both.y;
+    words.at[0] = both.x, words.at[1] = both.y;
+  } else {
+    const uint4 all = *reinterpret_cast<const uint4*>(from);
+    words.at[0] = all.x, words.at[1] = all.y, words.at[2] = all.z, words.at[3] = all.w;
   }
   return words;
 }

@@ -16,7 +16,7 @@ bool fp8_products(const QuantSpec& spec, Device device);
 //   x     [M, columns of w], or [M, rows of w] with `of_rows`; rows dense; float32, bfloat16, float16 or, on the CPU, float64
 //   out   [M, rows of w]: x w^T + bias; or with `of_rows` [M, columns of w]: x w, the gradient of x from that of the result. dtype of x
 //   bias  [rows of w], dtype of x; optional, only without `of_rows` and with Write::assign
-// Decoded weights are rounded to x's dtype, or float32 where a GPU kernel takes up to 16 rows of x at once; sums are those of gemm
+// Decoded weights are rounded to x's dtype, but not where a GPU kernel takes up to 16 rows of x at once; sums are those of gemm
 // (kernels/gemm/gemm.h). With `of_rows` weights are always decoded.
 struct QuantGemmArgs {
   ConstView x;
