@@ -50,31 +50,26 @@ LoraLinear::LoraLinear(std::shared_ptr<nn::LinearBase> base, const LoraFactors& 
   if (factors_.magnitude.defined()) register_parameter("lora_magnitude_vector", factors_.magnitude);
 }
 
-const nn::LinearBase& LoraLinear::base() const { return is_plain() ? *adapted_ : static_cast<const nn::LinearBase&>(*this); }
-
-nn::LinearBase::Adapter LoraLinear::adapter() const {
-  if (!is_plain()) return {};
-  return {.term = {factors_.a, factors_.b, factors_.scale}, .dropout = active_dropout()};
+std::optional<nn::LinearBase::Adapter> LoraLinear::adapter() const {
+  return Adapter{.term = is_plain() ? term() : LowRank{}, .dropout = active_dropout()};
 }
 
-Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const {
-  if (is_plain()) return nn::forward_all({this}, x, dropout)[0];
-  HEDDLE_CHECK(active_dropout() == 0 || dropout != nullptr, "lora: the adapter has dropout; give a generator or call eval()");
+Tensor LoraLinear::forward(const Tensor& x, Generator* dropout) const { return nn::forward_all({this}, x, dropout)[0]; }
+
+Tensor LoraLinear::adapt(const Tensor& result, const Tensor& dropped_x) const {
+  if (is_plain()) return result;
   const DType dtype = factors_.a.dtype();
-  const Tensor dropped = active_dropout() > 0 ? heddle::dropout(x, active_dropout(), *dropout) : x;
-  const LowRank term = {factors_.a, factors_.b, factors_.scale};
-  const auto add_term = [&](const Tensor& product) { return add_low_rank({cast(product, dtype)}, cast(dropped, dtype), {term})[0]; };
-  const Tensor result = adapted_->forward(x);
-  if (!factors_.magnitude.defined()) return cast(add_term(result), x.dtype());
+  const auto add_term = [&](const Tensor& product) { return add_low_rank({cast(product, dtype)}, cast(dropped_x, dtype), {term()})[0]; };
+  if (!factors_.magnitude.defined()) return cast(add_term(result), result.dtype());
 
   // DoRA rescales what depends on the weight: not the bias, and of a dropped input the part that it adds. Written as what is added, the
   // start adds zeros.
-  const Tensor product = active_dropout() > 0 ? adapted_->forward(dropped) : result;
+  const Tensor product = active_dropout() > 0 ? adapted_->forward(dropped_x) : result;
   const Tensor adapted = wide(add_term(product));
   const Tensor without_bias = base_->bias().defined() ? sub(adapted, wide(base_->bias())) : adapted;
   const Tensor gain = div(factors_.magnitude, adapted_norms());
   const Tensor added = add(sub(adapted, wide(product)), mul(without_bias, add_scalar(gain, -1)));
-  return cast(add(wide(result), added), x.dtype());
+  return cast(add(wide(result), added), result.dtype());
 }
 
 Tensor LoraLinear::adapted_norms() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "nn/linear.h"
 
@@ -41,8 +42,9 @@ class LoraLinear final : public nn::LinearBase {
   // The adapted weight, computed in float32 (float64 for float64) and rounded once to the dtype of the base's.
   Tensor dense_weight() const override;
   const Tensor& bias() const override { return base_->bias(); }
-  const nn::LinearBase& base() const override;
-  Adapter adapter() const override;
+  const nn::LinearBase& base() const override { return *adapted_; }
+  std::optional<Adapter> adapter() const override;
+  Tensor adapt(const Tensor& result, const Tensor& dropped_x) const override;
 
   const std::shared_ptr<nn::LinearBase>& base_layer() const { return base_; }
   const LoraFactors& factors() const { return factors_; }
@@ -51,6 +53,7 @@ class LoraLinear final : public nn::LinearBase {
   std::shared_ptr<nn::Linear> merged() const;
 
  private:
+  LowRank term() const { return {factors_.a, factors_.b, factors_.scale}; }
   bool is_plain() const { return !factors_.magnitude.defined() && has_dtype_of_base_; }
   double active_dropout() const { return is_training() ? factors_.dropout : 0; }
   Tensor adapted_norms() const;  // [out] of W + scale B A, from products that are no larger than B

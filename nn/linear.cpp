@@ -43,16 +43,20 @@ std::vector<Tensor> forward_all(const std::vector<const LinearBase*>& layers, co
   std::vector<LowRank> terms;
   std::optional<double> given;
   for (const LinearBase* layer : layers) {
-    const auto [term, p] = layer->adapter();
-    terms.push_back(term);
-    if (!term.a.defined()) continue;
-    HEDDLE_CHECK(given.value_or(p) == p, "linear: adapters of one input have dropout ", *given, " and ", p, "; they need the same");
+    const std::optional<LinearBase::Adapter> adapter = layer->adapter();
+    terms.push_back(adapter ? adapter->term : LowRank{});
+    if (!adapter) continue;
+    const double p = given.value_or(adapter->dropout);
+    HEDDLE_CHECK(adapter->dropout == p, "linear: adapters of one input have dropout ", p, " and ", adapter->dropout, "; they need the same");
     given = p;
   }
   const double p = given.value_or(0);
   HEDDLE_CHECK(p == 0 || dropout != nullptr, "linear: an adapter has dropout; give a generator or call eval()");
   std::vector<Tensor> out = base_results(layers, x, dropout);
-  return add_low_rank(std::move(out), p > 0 ? heddle::dropout(x, p, *dropout) : x, terms);
+  const Tensor dropped = p > 0 ? heddle::dropout(x, p, *dropout) : x;
+  out = add_low_rank(std::move(out), dropped, terms);
+  for (std::size_t i = 0; i < layers.size(); ++i) out[i] = layers[i]->adapt(out[i], dropped);
+  return out;
 }
 
 }  // namespace heddle::nn

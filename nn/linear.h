@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "autograd/ops.h"
@@ -19,14 +20,15 @@ class LinearBase : public Module {
   virtual Tensor dense_weight() const = 0;
   virtual const Tensor& bias() const = 0;  // [out_features]; undefined if the layer has none
 
-  // What forward adds up, for forward_all: the result of base(), and the low-rank term of a layer that adapts it, whose input has
-  // dropout with probability `dropout`.
+  // The steps of forward, for forward_all: the result of base(), to which a layer that adapts it adds a low-rank term, and of which
+  // adapt() makes the layer's own.
   struct Adapter {
-    LowRank term;
-    double dropout = 0;
+    LowRank term;        // undefined where adapt() does it all
+    double dropout = 0;  // of the input of both
   };
   virtual const LinearBase& base() const { return *this; }
-  virtual Adapter adapter() const { return {}; }
+  virtual std::optional<Adapter> adapter() const { return std::nullopt; }
+  virtual Tensor adapt(const Tensor& result, const Tensor& /*dropped_x*/) const { return result; }
 };
 
 struct LinearConfig {
@@ -59,7 +61,7 @@ class Linear final : public LinearBase {
 
 // layer->forward(x, dropout) of every layer. Layers that share an input share work: plain ones, or the plain ones under adapters, whose
 // weights lie one after another in memory are one product (Note: Joined tensors, autograd/ops/joined.h), low-rank terms are added
-// together, and all of them see one dropout mask.
+// together, and all adapters see one dropout mask.
 std::vector<Tensor> forward_all(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout = nullptr);
 
 }  // namespace heddle::nn

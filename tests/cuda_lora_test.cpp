@@ -90,11 +90,16 @@ TEST_P(CudaLora, FreshAdapterLeavesTheOutputBitForBit) {
     nn::CausalLM model = LoraRun::make(GetParam(), dtype, kCuda);
     const Tensor ids = TinyData().train_batch(0, 3).input_ids.to(kCuda);
     const std::vector<double> before = model.forward(ids).to_doubles();
-    Generator generator{7};
-    const lora::LoraConfig config{.r = 4};
-    lora::Adapter(model, lora::plan_layers(lora::linear_layers(model), config), config, generator).attach(model);
+    for (lora::LoraConfig config : configs())
+      for (const bool use_dora : {false, true}) {
+        config.use_dora = use_dora;
+        Generator generator{7}, dropout{5};
+        const lora::Adapter adapter(model, lora::plan_layers(lora::linear_layers(model), config), config, generator);
+        adapter.attach(model);
 
-    EXPECT_TRUE(all_equal(model.forward(ids), before));
+        EXPECT_TRUE(all_equal(model.forward(ids, &dropout), before)) << dtype << use_dora << config.target_modules[0];
+        adapter.detach(model);
+      }
   }
 }
 

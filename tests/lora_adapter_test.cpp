@@ -95,6 +95,17 @@ std::vector<nn::TransformerConfig> both_architectures() {
   return {tiny_config(nn::Architecture::gpt2), tiny_config(nn::Architecture::llama)};
 }
 
+// Adapters that start as nothing, of which every kind of layer has one.
+std::vector<LoraConfig> fresh_kinds() {
+  std::vector<LoraConfig> out;
+  for (const std::vector<std::string>& targets : {std::vector<std::string>{"all-linear"}, {"c_attn", "o_proj"}, {"k_proj"}})
+    for (const bool use_dora : {false, true}) {
+      out.push_back({.r = 4, .target_modules = targets, .use_dora = use_dora});
+      out.push_back({.r = 4, .lora_dropout = 0.5, .target_modules = targets, .init_lora_weights = InitLoraWeights::gaussian, .use_dora = use_dora});
+    }
+  return out;
+}
+
 // Biases start at zero, which would hide a bias taken off and added again.
 void randomise_biases(const nn::CausalLM& model) {
   const NoGradGuard no_grad;
@@ -104,23 +115,23 @@ void randomise_biases(const nn::CausalLM& model) {
 }
 
 TEST(Adapter, FreshOneLeavesTheModelsOutputBitForBit) {
-  for (const nn::TransformerConfig& config : both_architectures())
-    for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16})
-      for (const LoraConfig& lora : {LoraConfig{.r = 4}, LoraConfig{.r = 4, .init_lora_weights = InitLoraWeights::gaussian},
-                                     LoraConfig{.r = 4, .use_dora = true}, LoraConfig{.r = 4, .lora_dropout = 0.5, .use_dora = true}}) {
-        nn::CausalLM model = tiny_model(config, 1, dtype);
-        randomise_biases(model);
-        const std::vector<double> before = model.forward(ids()).to_doubles();
-        LoraConfig chosen = lora;
-        chosen.target_modules = {"all-linear"};
-        // A layer with DoRA takes no part in the joined products of layers that share an input, which may round otherwise.
-        if (lora.use_dora) chosen.target_modules = {"o_proj", "down_proj"};
+  std::vector<nn::TransformerConfig> configs = both_architectures();
+  configs.push_back(configs.back());
+  configs.back().qk_norm = true;
+  for (const nn::TransformerConfig& config : configs)
+    for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+      nn::CausalLM model = tiny_model(config, 1, dtype);
+      randomise_biases(model);
+      const std::vector<double> before = model.forward(ids()).to_doubles();
+      for (const LoraConfig& lora : fresh_kinds()) {
+        const Adapter adapter = adapt(model, lora);
         Generator dropout{4};
+        adapter.attach(model);
 
-        adapt(model, chosen).attach(model);
-
-        EXPECT_TRUE(all_equal(model.forward(ids(), &dropout), before)) << dtype << lora.use_dora;
+        EXPECT_TRUE(all_equal(model.forward(ids(), &dropout), before)) << dtype << lora.use_dora << lora.target_modules[0];
+        adapter.detach(model);
       }
+    }
 }
 
 TEST(Adapter, FirstStepReachesBAndNotA) {
