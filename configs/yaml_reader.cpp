@@ -47,14 +47,16 @@ constexpr std::string_view kMap = "a map of keys";
 
 bool is_text(const YamlValue& value) { return value.kind == Kind::plain || value.kind == Kind::quoted; }
 
+std::string quoted(const std::string& text) { return nn::quoted_text(nn::shortened(text)); }
+
 // The value as an error message names it.
 std::string describe(const YamlValue& value) {
   const bool is_boolean = value.text == "true" || value.text == "false";
   const bool reads_as_other = is_boolean || parse_number(value.text) || parse_integer(value.text);
   switch (value.kind) {
     case Kind::null: return "null";
-    case Kind::plain: return reads_as_other ? value.text : nn::quoted_text(value.text);
-    case Kind::quoted: return (reads_as_other ? "the quoted string " : "") + nn::quoted_text(value.text);
+    case Kind::plain: return reads_as_other ? nn::shortened(value.text) : quoted(value.text);
+    case Kind::quoted: return (reads_as_other ? "the quoted string " : "") + quoted(value.text);
     case Kind::list: {
       const auto no_text = [](const YamlValue& item) { return !is_text(item) || item.text.empty(); };
       const auto odd = std::ranges::find_if(value.items, no_text);
@@ -64,11 +66,11 @@ std::string describe(const YamlValue& value) {
     case Kind::map: {
       std::set<std::string> seen;
       for (const YamlValue& key : value.keys)
-        if (!seen.insert(key.text).second) return "a map holding " + nn::quoted_text(key.text) + " twice";
+        if (!seen.insert(key.text).second) return "a map holding " + quoted(key.text) + " twice";
       return value.items.empty() ? "an empty map" : "a map";
     }
     case Kind::alias: return "an alias; aliases are not supported, write the value out";
-    case Kind::tagged: return "the type tag " + nn::quoted_text(value.text) + "; type tags are not supported";
+    case Kind::tagged: return "the type tag " + quoted(value.text) + "; type tags are not supported";
   }
   return {};
 }
@@ -211,7 +213,7 @@ void YamlReader::apply_override(const std::string& text, Place place) {
   const std::size_t equals = text.find('=');
   const std::string name = text.substr(0, equals);
   if (equals == std::string::npos || equals == 0) {
-    report(place, text, "expected KEY=VALUE, got " + nn::quoted_text(text));
+    report(place, text, "expected KEY=VALUE, got " + quoted(text));
     return;
   }
   YamlValue value;
@@ -337,7 +339,7 @@ void YamlReader::check_keys(const std::string& section, const YamlValue& map) {
       const std::string line = std::to_string(first->second->place.line);
       report(place, name, "expected the key once, got it again; the first is on line " + line);
     } else if (std::ranges::find(known_, std::pair(section, key.text)) == known_.end()) {
-      const std::string got = nn::quoted_text(key.text) + suggestion(section, key.text);
+      const std::string got = quoted(key.text) + suggestion(section, key.text);
       report(place, name, "expected a known key, got " + got);
     }
   }
@@ -364,9 +366,9 @@ void YamlReader::report(Place place, const std::string& name, const std::string&
   std::string line;
   if (place.line > 0) {
     line = path_ + ":" + std::to_string(place.line) + ":" + std::to_string(place.column);
-    if (!name.empty()) line += ": " + name;
+    if (!name.empty()) line += ": " + nn::shortened(name);
   } else {
-    line = "--set " + name;
+    line = "--set " + nn::shortened(name);
   }
   wrong_.insert(name);
   mistakes_.push_back({place, nn::printable(line + ": " + text)});

@@ -5,7 +5,6 @@
 #include <iostream>
 #include <utility>
 
-#include "autograd/ops.h"
 #include "kernels/runtime/context.h"
 #include "kernels/runtime/parallel.h"
 #include "nn/checkpoint.h"
@@ -149,13 +148,9 @@ std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::C
   HEDDLE_CHECK(!is_stored || !run.quantize, "base ", *run.base, " is quantised already; leave the section quantize out");
   load_model_weights(*run.base, run, model, nn::Dtypes::converted);
   if (!run.lora) return std::nullopt;
-  for (const auto& [name, module] : model.modules())
-    if (const auto* layer = dynamic_cast<const nn::LinearBase*>(module.get()); layer != nullptr) {
-      const Tensor weight = layer->dense_weight();
-      if (max(reshape(mul(weight, weight), {-1}), 0).item() == 0) std::cerr << "heddle: all weights of " << name << " are zero\n";
-    }
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   lora::Adapter adapter(model, lora::plan_layers(lora::linear_layers(model), *run.lora), *run.lora, generator);
+  for (const std::string& name : adapter.zero_layers()) std::cerr << "heddle: all weights of " << name << " are zero\n";
   adapter.attach(model);
   return adapter;
 }

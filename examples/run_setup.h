@@ -60,8 +60,8 @@ void follow_adapter(const std::filesystem::path& adapter, const std::filesystem:
 // file has beside them.
 bool load_model_weights(const std::string& path, const config::RunConfig& run, nn::CausalLM& model, nn::Dtypes dtypes = nn::Dtypes::equal);
 
-// Fills the model from the config's base, if it has one, quantised where the config says so, and attaches the adapter. Layers whose
-// weights are all zero are named on standard error: an adapter there learns next to nothing.
+// Fills the model from the config's base, if it has one, quantised where the config says so, and attaches the adapter. Standard error
+// names the adapted layers whose weights are all zero.
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model);
 
 // The attention of a config's model.

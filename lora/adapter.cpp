@@ -12,6 +12,7 @@
 #include "autograd/ops.h"
 #include "lora/name_pattern.h"
 #include "lora/pissa.h"
+#include "nn/posix_file.h"
 #include "nn/transformer.h"
 
 namespace heddle::lora {
@@ -62,7 +63,7 @@ bool matches(const std::string& target, const Candidate& candidate) {
   const auto nearest = std::ranges::min_element(names, {}, distance);
   std::string expected = "names of layers, of which there are";
   for (const std::string& name : names) expected += (name == *names.begin() ? " " : ", ") + name;
-  std::string got = nn::quoted_text(target) + ", which is none of them";
+  std::string got = nn::quoted_text(nn::shortened(target)) + ", which is none of them";
   const bool is_clear = nearest != names.end() && std::ranges::count(names, distance(*nearest), distance) == 1;  // c_proj is as near to all
   if (is_clear && distance(*nearest) <= 2) got += "; did you mean " + *nearest + "?";
   throw nn::BadValue(kTargetsKey, expected, got);
@@ -73,7 +74,7 @@ void check_patterns(const char* key, const nn::ByName<Value>& patterns, const st
   for (const auto& [pattern, value] : patterns)
     if (std::ranges::none_of(adapted, [&](const std::string& name) { return fits_ending(pattern, name); }))
       throw nn::BadValue(key, "patterns of names of adapted layers, such as " + adapted.front(),
-                         nn::quoted_text(pattern) + ", which fits none");
+                         nn::quoted_text(nn::shortened(pattern)) + ", which fits none");
 }
 
 // Hands out dense tensors that lie one after another in memory.
@@ -246,24 +247,30 @@ double Adapter::rate_scale(const nn::NamedTensor& parameter) const {
   return parameter.name.ends_with(".lora_A.weight") ? 1 : config_.loraplus_lr_ratio;
 }
 
-void Adapter::fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const {
+void Adapter::check_slots(const nn::Module& model, bool may_be_merged) const {
   const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
   for (const Slot& slot : slots_) {
     const auto at = found.find(slot.name);
-    const auto holds = [&](const std::shared_ptr<nn::LinearBase>& layer) { return layer != nullptr && at->second == layer; };
-    HEDDLE_CHECK(at != found.end() && (holds(slot.own) || holds(slot.adapted) || holds(slot.merged)), "lora: '", slot.name,
-                 "' of this model is not the layer the adapter was made for; detach another adapter first");
+    const bool is_mine = at != found.end() && (at->second == slot.own || at->second == slot.adapted || (may_be_merged && at->second == slot.merged));
+    HEDDLE_CHECK(is_mine, "lora: '", slot.name, "' of this model is not the layer the adapter was made for; detach what is attached or merged there");
   }
+}
+
+void Adapter::check_base(const nn::Module& model) const { check_slots(model, /*may_be_merged=*/false); }
+
+void Adapter::fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const {
+  check_slots(model, /*may_be_merged=*/true);
   for (const Slot& slot : slots_) model.replace_child(slot.name, choose(slot));
 }
 
-void Adapter::check_base(const nn::Module& model) const {
-  const std::map<std::string, std::shared_ptr<nn::LinearBase>> found = layers_of(model);
-  for (const Slot& slot : slots_) {
-    const auto at = found.find(slot.name);
-    HEDDLE_CHECK(at != found.end() && (at->second == slot.own || at->second == slot.adapted), "lora: '", slot.name,
-                 "' of this model is neither the layer the adapter was made for nor that layer adapted; detach what is merged or attached");
-  }
+std::vector<std::string> Adapter::zero_layers() const {
+  std::vector<Tensor> largest;  // of the rows' norms, one a layer
+  for (const Slot& slot : slots_) largest.push_back(max(row_norms(slot.own->dense_weight()), 0, /*keepdim=*/true));
+  const std::vector<double> values = concat(largest, 0).to_doubles();
+  std::vector<std::string> out;
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (values[i] == 0) out.push_back(slots_[i].name);
+  return out;
 }
 
 void Adapter::attach(nn::Module& model) const {

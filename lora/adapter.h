@@ -43,7 +43,9 @@ std::vector<LayerPlan> plan_layers(const std::vector<std::string>& layers, const
 enum class Quantised { refused, decoded };
 
 // Trainable factors for layers of a model. The model's own layers are neither written nor copied: attaching, merging and detaching change
-// what its slots hold, so several adapters can take turns on one model, and each time it computes the same bits again.
+// what its slots hold, so several adapters can take turns on one model, and each time it computes the same bits again. Those of a fresh
+// adapter are the model's own, with two exceptions: PiSSA, and 16-bit MLPs on CUDA whose first product has a GELU in it, which it has not
+// under an adapter.
 class Adapter {
  public:
   // Freezes every parameter of the model, then makes the factors of the planned layers from `generator`, in the layers' dtype or the
@@ -56,6 +58,9 @@ class Adapter {
   const std::vector<AdaptedLayer>& layers() const { return layers_; }
   // What training changes, under the names they have in the model while attached.
   std::vector<nn::NamedTensor> parameters() const;
+
+  // The names of layers whose own weights are all zero: an adapter there learns next to nothing.
+  std::vector<std::string> zero_layers() const;
 
   // AdamWOptions::rate_scale: loraplus_lr_ratio for B and for DoRA's norms, 1 for A.
   double rate_scale(const nn::NamedTensor& parameter) const;
@@ -77,6 +82,7 @@ class Adapter {
     std::shared_ptr<nn::Linear> merged;  // as of the last merge()
   };
 
+  void check_slots(const nn::Module& model, bool may_be_merged) const;
   void fill_slots(nn::Module& model, std::shared_ptr<nn::LinearBase> (*choose)(const Slot&)) const;
 
   LoraConfig config_;

@@ -62,10 +62,7 @@ std::string_view pattern_problem(const std::string& pattern) {
   }
 }
 
-std::string start_of(std::string_view text) {
-  constexpr std::size_t kMost = 100;
-  return nn::printable(text.substr(0, kMost)) + (text.size() > kMost ? "..." : "");
-}
+std::string start_of(std::string_view text) { return nn::printable(nn::shortened(text)); }
 
 bool fits_name(const std::string& pattern, const std::string& name) { return std::regex_match(name, regex_of(pattern)); }
 

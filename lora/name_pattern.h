@@ -17,7 +17,7 @@ namespace heddle::lora {
 // What keeps a text from being used as a pattern, such as "is not a regular expression"; empty if nothing does.
 std::string_view pattern_problem(const std::string& pattern);
 
-// The start of a text of unknown length, printable, for messages.
+// A text of unknown length, shortened and printable, for messages.
 std::string start_of(std::string_view text);
 
 // Whether a pattern without problems fits a whole name; the whole name or its end after a dot.

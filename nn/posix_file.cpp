@@ -51,6 +51,11 @@ std::string printable(std::string_view bytes) {
   return text;
 }
 
+std::string shortened(std::string_view text) {
+  constexpr std::size_t kMost = 100;
+  return text.size() <= kMost ? std::string(text) : concat_text(text.substr(0, kMost), "...");
+}
+
 void throw_file_error(std::string_view action, const std::filesystem::path& path, int error) {
   throw Error(concat_text(action, " ", printable_path(path), ": ", std::generic_category().message(error)));
 }

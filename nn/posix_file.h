@@ -11,6 +11,8 @@ namespace heddle::nn {
 // Text that is safe to print and to store in JSON: printable ASCII and well-formed UTF-8 stay as they are, every other
 // byte becomes \xNN. File names are raw bytes and need this before they reach a message or a file we write.
 std::string printable(std::string_view bytes);
+// A text of unknown length for a message: its first hundred bytes and "..." where it has more.
+std::string shortened(std::string_view text);
 inline std::string printable_path(const std::filesystem::path& path) { return printable(path.native()); }
 
 // Throws heddle::Error "ACTION PATH: reason", the reason being the system's text for `error` (an errno value).

@@ -1,25 +1,20 @@
 #include <gtest/gtest.h>
 
 #include "autograd/grad_mode.h"
-#include "autograd/ops.h"
 #include "lora/adapter_file.h"
+#include "tests/support/adapters.h"
 #include "tests/support/tiny_run.h"
 
 namespace heddle::lora {
 namespace {
 
 using nn::CausalLM;
-using test::tiny_config, test::tiny_model;
-
-Adapter fresh_adapter(CausalLM& model, const LoraConfig& config) {
-  Generator generator{1};
-  return Adapter(model, plan_layers(linear_layers(model), config), config, generator);
-}
+using test::adapt, test::CodedLinear, test::tiny_config, test::tiny_model;
 
 TEST(BaseFingerprint, IsThatOfTheBaseAlsoUnderAnAdapter) {
   CausalLM model = tiny_model(tiny_config());
   const std::string plain = base_fingerprint(model);
-  const Adapter adapter = fresh_adapter(model, {});
+  const Adapter adapter = adapt(model, {});
   adapter.attach(model);
 
   EXPECT_EQ(plain.size(), 16u);
@@ -34,20 +29,6 @@ TEST(BaseFingerprint, IsThatOfTheBaseAlsoIn16Bits) {
   EXPECT_EQ(base_fingerprint(copy), base_fingerprint(model));
 }
 
-// A layer whose weight is no parameter, as a quantised one.
-class CodedLinear final : public nn::LinearBase {
- public:
-  explicit CodedLinear(const Tensor& weight) : weight_(weight) {}
-  Tensor forward(const Tensor& x, Generator* = nullptr) const override { return linear(x, weight_); }
-  std::int64_t in_features() const override { return weight_.size(1); }
-  std::int64_t out_features() const override { return weight_.size(0); }
-  Tensor dense_weight() const override { return weight_; }
-  const Tensor& bias() const override { return bias_; }
-
- private:
-  Tensor weight_, bias_;
-};
-
 TEST(BaseFingerprint, SeesWeightsThatAreNoParametersAlsoUnderAnAdapter) {
   CausalLM model = tiny_model(tiny_config());
   const auto fingerprint_with = [&](double value) {
@@ -56,7 +37,7 @@ TEST(BaseFingerprint, SeesWeightsThatAreNoParametersAlsoUnderAnAdapter) {
   };
 
   const std::string ones = fingerprint_with(1), twos = fingerprint_with(2);
-  fresh_adapter(model, {.target_modules = {"o_proj"}}).attach(model);
+  adapt(model, {.target_modules = {"o_proj"}}).attach(model);
 
   EXPECT_NE(ones, twos);
   EXPECT_EQ(base_fingerprint(model), twos);

@@ -101,6 +101,7 @@ TEST_P(FineTuning, TrainsResumesGeneratesFromAndMergesAnAdapter) {
   EXPECT_NE(resumed.output.find("resuming from " + (run / "checkpoint-3").string() + ", step 3"), std::string::npos) << resumed.output;
   EXPECT_EQ(adapted.exit_code, 0) << adapted.output;
   EXPECT_EQ(merge.exit_code, 0) << merge.output;
+  EXPECT_NE(merge.output.find(": summed in float32, rounded to float32, to nearest even\n"), std::string::npos) << merge.output;
   EXPECT_EQ(generated.exit_code, 0) << generated.output;
   EXPECT_EQ(again.exit_code, 2);
   EXPECT_EQ(again.output, "--output: expected a folder that does not exist yet, got \"" + merged.string() + "\"\nRun with --help for more information.\n");

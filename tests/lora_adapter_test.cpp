@@ -6,12 +6,11 @@
 #include <set>
 
 #include "autograd/grad_mode.h"
-#include "autograd/gradcheck.h"
 #include "autograd/node.h"
 #include "autograd/ops.h"
 #include "kernels/runtime/allocator.h"
-#include "lora/adapter.h"
 #include "nn/transformer.h"
+#include "tests/support/adapters.h"
 #include "tests/support/compare.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
@@ -19,35 +18,13 @@
 namespace heddle::lora {
 namespace {
 
-using test::all_close;
-using test::all_equal;
-using test::error_of;
-using test::random_leaf;
-using test::random_tensor;
-using test::tiny_config;
-using test::tiny_model;
+using test::adapt, test::randomise, test::expect_gradients, test::CodedLinear;
+using test::all_close, test::all_equal, test::error_of;
+using test::random_leaf, test::random_tensor, test::tiny_config, test::tiny_model;
 
 const std::vector<double> kIds = {1, 4, 2, 10, 0, 3, 3, 7, 5, 9};
 
 Tensor ids() { return cast(Tensor::from_vector(kIds, {2, 5}), DType::i64); }
-
-Adapter adapt(nn::CausalLM& model, const LoraConfig& config, std::uint64_t seed = 7) {
-  Generator generator{seed};
-  return Adapter(model, plan_layers(linear_layers(model), config), config, generator);
-}
-
-// Values for A and B as after training: none is zero.
-void randomise(const Adapter& adapter, std::uint64_t seed = 5) {
-  const NoGradGuard no_grad;
-  Generator generator{seed};
-  for (const auto& [name, tensor] : adapter.parameters())
-    tensor.copy_(normal(tensor.shape(), 0, 0.3, generator, tensor.dtype(), tensor.device()));
-}
-
-void expect_gradients(const std::function<Tensor()>& fn, const std::vector<Tensor>& leaves) {
-  const GradcheckResult result = gradcheck([&](const std::vector<Tensor>&) { return fn(); }, leaves);
-  EXPECT_TRUE(result.ok) << result.message;
-}
 
 // Attention with adapters on some of its projections: a plain 6 query and 2 key heads, so that q, k and v differ in size.
 struct AdaptedAttention {
@@ -371,24 +348,10 @@ TEST(Adapter, SeveralTakeTurnsOnOneBaseBitForBit) {
   EXPECT_TRUE(all_equal(model.forward(ids()), alone));
 }
 
-// A layer that keeps no dense weight, as a quantised one.
-class Packed final : public nn::LinearBase {
- public:
-  explicit Packed(const Tensor& weight) : weight_(weight) {}
-  Tensor forward(const Tensor& x, Generator*) const override { return linear(x, weight_); }
-  std::int64_t in_features() const override { return weight_.size(1); }
-  std::int64_t out_features() const override { return weight_.size(0); }
-  Tensor dense_weight() const override { return weight_; }
-  const Tensor& bias() const override { return bias_; }
-
- private:
-  Tensor weight_, bias_;
-};
-
 TEST(Adapter, AdaptsAQuantisedLayerAndMergesItOnlyWhenAsked) {
   nn::CausalLM model = tiny_model(tiny_config(), 1, DType::f64);
   const std::string name = "model.layers.1.self_attn.k_proj";
-  model.replace_child(name, std::make_shared<Packed>(random_tensor({12, 12}, DType::f64)));
+  model.replace_child(name, std::make_shared<CodedLinear>(random_tensor({12, 12}, DType::f64)));
   Adapter adapter = adapt(model, {.r = 4});
   randomise(adapter);
   adapter.attach(model);
@@ -401,13 +364,32 @@ TEST(Adapter, AdaptsAQuantisedLayerAndMergesItOnlyWhenAsked) {
   EXPECT_TRUE(all_close(model.forward(ids()), output, 1e-12));
 }
 
+TEST(Adapter, NamesItsLayersOfZeros) {
+  nn::CausalLM model = tiny_model(tiny_config(), 1, DType::bf16);
+  {
+    const NoGradGuard no_grad;
+    for (const auto& [name, tensor] : model.parameters())
+      if (name.find("layers.1.self_attn.v_proj") != std::string::npos || name.find("layers.0.mlp") != std::string::npos) tensor.zero_();
+  }
+
+  EXPECT_EQ(adapt(model, {}).zero_layers(), std::vector<std::string>{"model.layers.1.self_attn.v_proj"});
+}
+
+TEST(Adapter, OfNoLayerIsRefused) {
+  nn::CausalLM model = tiny_model(tiny_config());
+  Generator generator;
+
+  EXPECT_EQ(error_of([&] { Adapter(model, {}, {}, generator); }), "lora: there is no layer to adapt");
+  EXPECT_EQ(model.trainable_parameters().size(), model.parameters().size());
+}
+
 TEST(Adapter, OneALayerAtATime) {
   nn::CausalLM model = tiny_model(tiny_config());
   const Adapter first = adapt(model, {.r = 4}), second = adapt(model, {.r = 4, .target_modules = {"q_proj"}});
   first.attach(model);
 
   EXPECT_EQ(error_of([&] { second.attach(model); }),
-            "lora: 'model.layers.0.self_attn.q_proj' of this model is not the layer the adapter was made for; detach another adapter first");
+            "lora: 'model.layers.0.self_attn.q_proj' of this model is not the layer the adapter was made for; detach what is attached or merged there");
   EXPECT_EQ(error_of([&] { adapt(model, {}); }), "lora: model.layers.0.self_attn.q_proj has an adapter already; detach it first");
 }
 

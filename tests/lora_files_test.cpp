@@ -13,6 +13,7 @@
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
 #include "nn/safetensors.h"
+#include "tests/support/adapters.h"
 #include "tests/support/error_of.h"
 #include "tests/support/peft.h"
 #include "tests/support/pytorch.h"
@@ -27,7 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 using nn::Architecture, nn::CausalLM, nn::SafetensorsFile;
-using test::error_of, test::peft_adapter, test::peft_base, test::TempFolder, test::tiny_config, test::tiny_model;
+using test::adapt, test::random_adapter, test::error_of, test::peft_adapter, test::peft_base, test::TempFolder, test::tiny_config, test::tiny_model;
 
 const char* const kTensors = "adapter_model.safetensors";
 const char* const kConfig = "adapter_config.json";
@@ -42,18 +43,6 @@ std::vector<double> logits_with(const Adapter& adapter, CausalLM& model) {
   adapter.attach(model);
   const auto out = logits(model);
   adapter.detach(model);
-  return out;
-}
-
-// An adapter with nothing left at zero.
-Adapter random_adapter(CausalLM& model, const LoraConfig& config, std::uint64_t seed = 1) {
-  Generator generator{seed};
-  Adapter out(model, plan_layers(linear_layers(model), config), config, generator);
-  const NoGradGuard no_grad;
-  for (const AdaptedLayer& layer : out.layers()) {
-    layer.b.copy_(normal(layer.b.shape(), 0, 0.3, generator));
-    if (layer.magnitude.defined()) layer.magnitude.copy_(uniform(layer.magnitude.shape(), 0.5, 1.5, generator));
-  }
   return out;
 }
 
@@ -239,8 +228,8 @@ TEST(AdapterFile, OfAMergedModelIsNotWritten) {
   adapter.merge(model);
 
   EXPECT_EQ(error_of([&] { save_adapter(out / "a", model, adapter, ""); }),
-            "lora: 'model.layers.0.self_attn.q_proj' of this model is neither the layer the adapter was made for nor that layer adapted; "
-            "detach what is merged or attached");
+            "lora: 'model.layers.0.self_attn.q_proj' of this model is not the layer the adapter was made for; detach what is attached "
+            "or merged there");
   EXPECT_FALSE(fs::exists(out / "a"));
 }
 
@@ -401,8 +390,7 @@ TEST(AdapterFile, FreshDoraOfA16BitModelMovesNoLogitInFloat32) {
     const NoGradGuard no_grad;
     for (std::size_t i = 0; i < copy.parameters().size(); ++i) copy.parameters()[i].tensor.copy_(model.parameters()[i].tensor);
     const LoraConfig config{.target_modules = {"all-linear"}, .use_dora = true};
-    Generator generator{1};
-    save_adapter(out / "a", model, Adapter(model, plan_layers(linear_layers(model), config), config, generator), "");
+    save_adapter(out / "a", model, adapt(model, config), "");
 
     const Adapter again = load_adapter(out / "a", copy);
 

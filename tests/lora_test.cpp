@@ -1,11 +1,11 @@
 #include <gtest/gtest.h>
 
-#include "autograd/gradcheck.h"
 #include "autograd/ops.h"
-#include "lora/adapter.h"
+#include "kernels/runtime/allocator.h"
 #include "lora/name_pattern.h"
 #include "lora/pissa.h"
 #include "nn/transformer.h"
+#include "tests/support/adapters.h"
 #include "tests/support/compare.h"
 #include "tests/support/tensors.h"
 #include "tests/support/tiny_run.h"
@@ -13,12 +13,8 @@
 namespace heddle::lora {
 namespace {
 
-using test::all_close;
-using test::all_equal;
-using test::error_of;
-using test::random_leaf;
-using test::random_tensor;
-using test::tiny_config;
+using test::all_close, test::all_equal, test::error_of, test::expect_gradients;
+using test::random_leaf, test::random_tensor, test::tiny_config;
 
 std::shared_ptr<nn::Linear> frozen_linear(const Tensor& weight, const Tensor& bias = {}) {
   auto out = std::make_shared<nn::Linear>(weight, bias);
@@ -80,11 +76,6 @@ TEST(LoraLinear, QueryProjectionByHand) {
 }
 
 // --- Against finite differences ---
-void expect_gradients(const std::function<Tensor()>& fn, const std::vector<Tensor>& leaves) {
-  const GradcheckResult result = gradcheck([&](const std::vector<Tensor>&) { return fn(); }, leaves);
-  EXPECT_TRUE(result.ok) << result.message;
-}
-
 TEST(LoraLinear, GradientsAgreeWithFiniteDifferences) {
   const auto base = frozen_linear(random_tensor({5, 4}, DType::f64, 2), random_tensor({5}, DType::f64, 3));
   const Tensor a = random_tensor({2, 4}, DType::f64, 4), b = random_tensor({5, 2}, DType::f64, 5), x = random_leaf({2, 3, 4}, 6);
@@ -125,6 +116,30 @@ TEST(LoraLinear, Float32FactorsBesideA16BitLayerAreAppliedInFloat32AndRoundedOnc
 
   EXPECT_EQ(y.dtype(), DType::f16);
   EXPECT_TRUE(all_equal(y, {-32768 + 16384}));
+}
+
+TEST(LoraLinear, MergedWeightOfA16BitLayerIsSummedInFloat32AndRoundedOnce) {
+  // 256 + BA = 257 + 2^-8, of which bfloat16 has 256 and 258. BA in bfloat16 would be 1, and 257 a tie that goes to 256.
+  const auto base = frozen_linear(cast(Tensor::from_vector<double>({256}, {1, 1}), DType::bf16));
+  const LoraLinear layer(base, {.a = cast(Tensor::from_vector<double>({1, 0.0625}, {2, 1}), DType::bf16),
+                                .b = cast(Tensor::from_vector<double>({1, 0.0625}, {1, 2}), DType::bf16)});
+
+  const auto merged = layer.merged();
+
+  EXPECT_EQ(merged->weight().dtype(), DType::bf16);
+  EXPECT_TRUE(all_equal(merged->weight(), {258}));
+}
+
+TEST(LoraLinear, NoStepFormsAMatrixOfTheWeightsSize) {
+  const std::int64_t size = 700;
+  const LoraLinear layer(frozen_linear(random_tensor({size, size}, DType::f32)), {.a = random_tensor({2, size}, DType::f32), .b = random_tensor({size, 2}, DType::f32)});
+  const Tensor x = random_leaf({3, size}, 1, DType::f32);
+  const std::int64_t before = memory_stats(kCpu).current_bytes;
+  reset_peak_memory(kCpu);
+
+  sum(layer.forward(x)).backward();
+
+  EXPECT_LT(memory_stats(kCpu).peak_bytes - before, size * size * 4 / 2);
 }
 
 // --- PiSSA ---

@@ -2,11 +2,13 @@
 
 #include <filesystem>
 #include <sstream>
+#include <tuple>
 
 #include "lora/adapter_file.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
 #include "nn/trainer.h"
+#include "tests/support/adapters.h"
 #include "tests/support/error_of.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
@@ -38,10 +40,9 @@ nn::TrainConfig train_config(const fs::path& folder, std::int64_t steps) {
 
 struct LoraRun {
   explicit LoraRun(const nn::TrainConfig& train, const LoraConfig& config = {.r = 4, .lora_dropout = 0.3, .use_dora = true},
-                   DType dtype = DType::f32, std::uint64_t seed = 1)
-      : model(tiny_model(tiny_config(nn::Architecture::llama), seed, dtype)), train(train) {
-    Generator generator{7};
-    adapter.emplace(model, plan_layers(linear_layers(model), config), config, generator);
+                   DType dtype = DType::f32, std::uint64_t seed = 1, nn::Architecture architecture = nn::Architecture::llama)
+      : model(tiny_model(tiny_config(architecture), seed, dtype)), train(train) {
+    adapter = test::adapt(model, config);
     adapter->attach(model);
   }
 
@@ -72,19 +73,27 @@ struct LoraRun {
   std::ostringstream out;
 };
 
-class LoraTrainingIn : public testing::TestWithParam<DType> {};
+// Separate projections of Llama, and GPT-2's with one A for three.
+class LoraTrainingIn : public testing::TestWithParam<std::tuple<nn::Architecture, DType>> {
+ protected:
+  static LoraRun run(const nn::TrainConfig& train, LoraConfig config) {
+    const auto [architecture, dtype] = GetParam();
+    if (architecture == nn::Architecture::gpt2) config.target_modules = {"c_attn", "o_proj"};
+    return LoraRun(train, config, dtype, /*seed=*/1, architecture);
+  }
+};
 
 TEST_P(LoraTrainingIn, LeavesTheBasesBytesAndMovesTheAdapter) {
   const TempFolder folder;
-  LoraRun run(train_config(folder / "run", 3), {.r = 2}, GetParam());
-  const auto base = values_of(run.base()), factors = values_of(run.adapter->parameters());
-  const std::string fingerprint = base_fingerprint(run.model);
+  LoraRun trained_run = run(train_config(folder / "run", 3), {.r = 2});
+  const auto base = values_of(trained_run.base()), factors = values_of(trained_run.adapter->parameters());
+  const std::string fingerprint = base_fingerprint(trained_run.model);
 
-  run.go();
+  trained_run.go();
 
-  EXPECT_EQ(values_of(run.base()), base);
-  EXPECT_EQ(base_fingerprint(run.model), fingerprint);
-  const auto trained = values_of(run.adapter->parameters());
+  EXPECT_EQ(values_of(trained_run.base()), base);
+  EXPECT_EQ(base_fingerprint(trained_run.model), fingerprint);
+  const auto trained = values_of(trained_run.adapter->parameters());
   for (std::size_t i = 0; i < trained.size(); ++i) EXPECT_NE(trained[i], factors[i]) << i;
 }
 
@@ -92,12 +101,12 @@ TEST_P(LoraTrainingIn, ResumedRunEqualsTheUninterruptedOneBitForBit) {
   const TempFolder folder;
   nn::TrainConfig whole = train_config(folder / "whole", 7), parts = train_config(folder / "parts", 7);
   const LoraConfig config{.r = 4, .lora_dropout = 0.3, .use_dora = true, .loraplus_lr_ratio = 4};
-  LoraRun uninterrupted(whole, config, GetParam());
+  LoraRun uninterrupted = run(whole, config);
   uninterrupted.go();
 
-  LoraRun(parts, config, GetParam()).go(3);
+  run(parts, config).go(3);
   parts.resume_from_checkpoint = "auto";
-  LoraRun resumed(parts, config, GetParam());
+  LoraRun resumed = run(parts, config);
   resumed.go();
 
   EXPECT_EQ(values_of(resumed.adapter->parameters()), values_of(uninterrupted.adapter->parameters()));
@@ -105,8 +114,12 @@ TEST_P(LoraTrainingIn, ResumedRunEqualsTheUninterruptedOneBitForBit) {
     EXPECT_TRUE(nn::read_file(folder / "whole/checkpoint-7" / name) == nn::read_file(folder / "parts/checkpoint-7" / name)) << name;
 }
 
-INSTANTIATE_TEST_SUITE_P(, LoraTrainingIn, testing::Values(DType::f32, DType::bf16),
-                         [](const auto& info) { return std::string(dtype_name(info.param)); });
+INSTANTIATE_TEST_SUITE_P(, LoraTrainingIn,
+                         testing::Combine(testing::Values(nn::Architecture::gpt2, nn::Architecture::llama), testing::Values(DType::f32, DType::bf16)),
+                         [](const auto& info) {
+                           const bool is_llama = std::get<0>(info.param) == nn::Architecture::llama;
+                           return concat_text(is_llama ? "llama_" : "gpt2_", dtype_name(std::get<1>(info.param)));
+                         });
 
 TEST(LoraTraining, EvaluatingChangesNothingAndDropsNothing) {
   const TempFolder folder;
@@ -142,6 +155,8 @@ TEST(LoraTraining, CheckpointHoldsTheAdapterThatOthersReadAndNotTheBase) {
   const std::vector<double> trained = run.model.forward(Tensor::zeros({1, 5}, DType::i64)).to_doubles();
 
   EXPECT_FALSE(fs::exists(result.checkpoint / "model.safetensors"));
+  for (const std::string& name : nn::SafetensorsFile(result.checkpoint / "optimizer.safetensors").names())
+    EXPECT_TRUE(name == "step" || name.find(".lora_") != std::string::npos) << name;  // no state of the base's weights
   EXPECT_EQ(nn::open_adapter(folder / "run"), result.checkpoint);
   EXPECT_NE(error_of([&] { nn::open_weights(folder / "run"); }).find("holds an adapter and not the model it was trained on"), std::string::npos);
   nn::CausalLM model = tiny_model(tiny_config(nn::Architecture::llama));
