@@ -106,14 +106,12 @@ LayoutNames parse_layout(const json& quantization, const std::string& where) {
                           "NVFP4 and FP8, and fp8 with weight_block_size [128, 128]"));
 }
 
+bool has_layout(const QuantSpec& spec) { return spec.format != QuantFormat::fp8_e5m2 && spec.format != QuantFormat::fp4; }
+
 LayoutNames written_layout(const QuantSpec& spec) {
-  switch (spec.format) {
-    case QuantFormat::nvfp4: return compressed_nvfp4();
-    case QuantFormat::mxfp4: return compressed_mxfp4();
-    case QuantFormat::fp8_e4m3: return fp8("float-quantized");
-    default: break;
-  }
-  throw Error(concat_text("quantize: there is no published file layout for ", name_of(spec.format), "; write fp8_e4m3, mxfp4 or nvfp4"));
+  HEDDLE_CHECK(has_layout(spec), "quantize: there is no published file layout for ", name_of(spec.format), "; write fp8_e4m3, mxfp4 or nvfp4");
+  if (spec.format == QuantFormat::nvfp4) return compressed_nvfp4();
+  return spec.format == QuantFormat::mxfp4 ? compressed_mxfp4() : fp8("float-quantized");
 }
 
 json quantization_config(const QuantSpec& spec, const std::vector<std::string>& kept) {

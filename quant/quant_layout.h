@@ -23,8 +23,9 @@ struct LayoutNames {
 // The layout that a quantization_config means. Throws heddle::Error naming `where` for one that is not read.
 LayoutNames parse_layout(const nlohmann::json& quantization, const std::string& where);
 
-// The layout that weights of this form are written in, and its quantization_config; `kept` are the layers that are not quantised.
-// Throws heddle::Error for a format without one.
+// Whether there is a layout that weights of this form are written in, that layout, and its quantization_config; `kept` are the layers
+// that are not quantised. The last two throw heddle::Error for a format without one.
+bool has_layout(const QuantSpec& spec);
 LayoutNames written_layout(const QuantSpec& spec);
 nlohmann::json quantization_config(const QuantSpec& spec, const std::vector<std::string>& kept);
 

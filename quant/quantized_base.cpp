@@ -11,6 +11,7 @@
 #include "nn/json_text.h"
 #include "nn/posix_file.h"
 #include "quant/quant_file.h"
+#include "quant/quant_layout.h"
 #include "quant/quantize_model.h"
 
 namespace heddle::quant {
@@ -50,8 +51,6 @@ std::string key_of(const fs::path& weights, const QuantConfig& config, DType dty
   add_file(out, weights);
   return out.text();
 }
-
-bool has_layout(const QuantSpec& spec) { return spec.format != QuantFormat::fp8_e5m2 && spec.format != QuantFormat::fp4; }
 
 class Kept {
  public:
