@@ -14,6 +14,7 @@
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
 #include "nn/trainer.h"
+#include "quant/quantize_model.h"
 
 namespace heddle::examples {
 namespace {
@@ -26,7 +27,7 @@ struct BenchTrainCommand {
 
 // 6 FLOP a parameter and token, 4 of a frozen one, and two attention products forward and four backward over half the T x T scores.
 double flop_per_token(const nn::CausalLM& model, const config::RunConfig& run) {
-  std::int64_t work = 0;
+  std::int64_t work = 4 * quant::quantized_weights(model);
   for (const nn::NamedTensor& parameter : model.parameters())
     work += (parameter.tensor.requires_grad() ? 6 : 4) * parameter.tensor.numel();
   const nn::TransformerConfig& m = run.model;

@@ -12,6 +12,7 @@
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
 #include "nn/trainer.h"
+#include "quant/quantize_model.h"
 
 namespace heddle::examples {
 namespace {
@@ -68,9 +69,11 @@ void print_parameters(const nn::CausalLM& model) {
     for (const nn::NamedTensor& parameter : parameters) total += parameter.tensor.numel();
     return total;
   };
-  const std::int64_t total = count(model.parameters()), trainable = count(model.trainable_parameters());
+  const std::int64_t quantized = quant::quantized_weights(model), trainable = count(model.trainable_parameters());
+  const std::int64_t total = count(model.parameters()) + quantized;
   std::cout << "model: " << total << " parameters, " << trainable << " of them trainable";
   if (trainable < total) std::printf(" (%.2f %%)", 100.0 * static_cast<double>(trainable) / static_cast<double>(total));
+  if (quantized > 0) std::cout << ", " << quantized << " quantised";
   std::cout << std::endl;
 }
 

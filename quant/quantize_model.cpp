@@ -166,6 +166,13 @@ void dequantize_model(nn::Module& model) {
       model.replace_child(name, std::make_shared<nn::Linear>(layer->dense_weight(), layer->bias()));
 }
 
+std::int64_t quantized_weights(const nn::Module& model) {
+  std::int64_t out = 0;
+  for (const auto& [name, module] : model.modules())
+    if (const auto* layer = dynamic_cast<const QuantLinear*>(module.get()); layer != nullptr) out += layer->out_features() * layer->in_features();
+  return out;
+}
+
 std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype) {
   const std::string weights = concat_text(name_of(spec.format), " weights");
   if (compute == QuantCompute::fp8 && dtype_size(dtype) == 2 && fp8_products(spec, device))

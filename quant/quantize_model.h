@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,9 @@ QuantReport quantize_model(nn::Module& model, const QuantConfig& config);
 
 // Puts plain layers of the decoded weights, in the layers' dtype, back for every QuantLinear of the model.
 void dequantize_model(nn::Module& model);
+
+// How many weights the QuantLinear layers of a model hold; they are no parameters of it.
+std::int64_t quantized_weights(const nn::Module& model);
 
 // What runs in few bits and what is only stored so, in a sentence: products of such weights with inputs of `dtype` on a device.
 std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype);

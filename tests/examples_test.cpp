@@ -172,6 +172,7 @@ TEST(Tool, UsesAnAdapterOfABaseThatTrainingQuantised) {
     const Outcome merge = heddle("merge --base " + base + " --adapter " + run + " --output " + merged);
 
     ASSERT_EQ(train.exit_code, 0) << train.output;
+    EXPECT_NE(train.output.find("model: 468480 parameters, 36864 of them trainable (7.87 %), 393216 quantised\n"), std::string::npos) << train.output;
     EXPECT_EQ(text.exit_code, 0) << text.output;
     EXPECT_EQ(text.output.find("quantised weights of an earlier run") != std::string::npos, format == std::string("nvfp4")) << text.output;
     EXPECT_EQ(merge.exit_code, 0) << merge.output;
@@ -297,6 +298,19 @@ TEST(Tool, BenchAttentionSaysIfItsKernelsAreDeterministic) {
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
   EXPECT_NE(outcome.output.find(", deterministic; "), std::string::npos) << outcome.output;
   EXPECT_NE(nn::read_file(json).find("\"deterministic\": true"), std::string::npos);
+}
+
+TEST(Tool, BenchTrainCountsTheWorkOfQuantisedWeights) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  const auto work_of = [&](const std::string& rest) {
+    const std::string output = heddle("bench-train configs/arithmetic_lora.yaml --set device=cpu --steps 1 --warmup 1 --set base=" + base + rest).output;
+    const std::size_t end = output.find(" MFLOP a token");
+    return end == std::string::npos ? output : output.substr(output.rfind('\n', end), end - output.rfind('\n', end));
+  };
+
+  EXPECT_EQ(work_of(" --set quantize.format=fp4"), work_of(""));
 }
 
 TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
