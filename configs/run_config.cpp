@@ -198,7 +198,7 @@ ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run) {
     if (was == is || is_among(kFreeOnResume, name)) continue;
     const bool is_of_model = name.starts_with("model.") && !is_among(kDropout, name);
     const bool is_of_adapter = name.starts_with("lora.") && !is_among(kFreeOfAdapter, name);
-    const bool is_of_base = name.starts_with("quantize.") || name == "train.precision";
+    const bool is_of_base = name.starts_with("quantize.") || name == "train.precision" || name.starts_with("train.fp8_");
     (is_of_model || is_of_adapter || is_of_base ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
   }
   return out;

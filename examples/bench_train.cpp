@@ -72,8 +72,9 @@ int run_bench_train(const BenchTrainCommand& command) {
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
   start_from_base(run, model);
+  use_precision(run, model);
   const double flop = flop_per_token(model, run);
-  const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
+  const DType dtype = nn::dtype_of(run.train.precision);
   const double ceiling = gemm_ceiling(dtype, device_context(device));
 
   reset_peak_memory(device);
@@ -85,7 +86,7 @@ int run_bench_train(const BenchTrainCommand& command) {
   const double rate = flop * tokens / median;
   const double peak = static_cast<double>(memory_stats(device).peak_bytes);
 
-  std::cout << "device: " << device << ", " << num_threads() << " CPU threads; " << (dtype == DType::bf16 ? "bf16" : "fp32") << '\n';
+  std::cout << "device: " << device << ", " << num_threads() << " CPU threads; " << nn::name_of(nn::EnumNames<nn::Precision>(nn::kPrecisionNames), run.train.precision) << '\n';
   std::printf("step:   %.3f ms, median of %d after %d; %.3f to %.3f\n", 1e3 * median, command.steps, command.warmup, 1e3 * low, 1e3 * high);
   std::printf("speed:  %.4g steps/s, %.6g tokens/s of %g tokens a step\n", 1 / median, tokens / median, tokens);
   std::printf("model:  %.4g TFLOP/s, %.1f %% of the %.4g that matrix products reach\n", rate / 1e12, 100 * rate / ceiling, ceiling / 1e12);

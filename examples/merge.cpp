@@ -47,7 +47,7 @@ int run_merge(const MergeCommand& command) {
   config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
   const fs::path adapter_folder = nn::open_adapter(command.adapter);
   follow_adapter(adapter_folder, folder, run);
-  const DType dtype = run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
+  const DType dtype = nn::dtype_of(run.train.precision);
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
   nn::CausalLM model(run.model, {.dtype = DType::f32, .device = kCpu}, generator, run.attention.kernel);
   const bool is_quantized = load_model_weights(command.base, run, model, nn::Dtypes::converted);

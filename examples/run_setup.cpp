@@ -9,6 +9,7 @@
 #include "kernels/runtime/parallel.h"
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
+#include "quant/fp8_training.h"
 #include "quant/quant_file.h"
 #include "quant/quant_linear.h"
 #include "quant/quantize_model.h"
@@ -20,9 +21,7 @@ namespace {
 constexpr Device kFirstGpu{DeviceType::cuda, 0};
 constexpr std::array kBothPasses = {AttentionPass::forward, AttentionPass::backward};
 
-DType model_dtype(const config::RunConfig& run) {
-  return run.train.precision == nn::Precision::bf16 ? DType::bf16 : DType::f32;
-}
+DType model_dtype(const config::RunConfig& run) { return nn::dtype_of(run.train.precision); }
 
 // Throws unless the kernel can run the passes.
 void check_kernel(const AttentionProblem& problem, std::span<const AttentionPass> passes, const std::string& kernel) {
@@ -43,6 +42,14 @@ void check_trains_weights(const config::RunConfig& run) {
   if (run.quantize && !run.lora)
     throw nn::BadValue("quantize.format", "a section lora beside it: quantised weights are frozen, and without an adapter every weight is trained",
                        std::string(name_of(run.quantize->format)));
+}
+
+void check_fp8(const config::RunConfig& run, Device device) {
+  if (run.train.precision != nn::Precision::fp8) return;
+  if (run.lora)
+    throw nn::BadValue("train.precision", "bf16 beside lora: a frozen base is multiplied in FP8 by quantize.format fp8_e4m3", "fp8");
+  const std::string obstacle = quant::fp8_obstacle(run.model, device);
+  if (!obstacle.empty()) throw nn::BadValue("train.precision", concat_text("bf16 or fp32 (", obstacle, ")"), "fp8");
 }
 
 Device choose_training_device(const config::RunConfig& run) {
@@ -85,6 +92,7 @@ TrainingSetup load_training(const std::string& path, const std::vector<std::stri
   checks.push_back({{"quantize"}, [](const auto& run) { check_trains_weights(run); }});
   checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
   checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
+  checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) { check_fp8(run, out.device); }});
   checks.push_back({{"model", "data"}, [&](const auto& run) {
                       out.data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
                     }});
@@ -153,6 +161,11 @@ std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::C
   for (const std::string& name : adapter.zero_layers()) std::cerr << "heddle: all weights of " << name << " are zero\n";
   adapter.attach(model);
   return adapter;
+}
+
+void use_precision(const config::RunConfig& run, nn::CausalLM& model) {
+  if (run.train.precision == nn::Precision::fp8)
+    quant::use_fp8(model, run.train.fp8_scaling == nn::Fp8Scaling::delayed ? run.train.fp8_history : 0);
 }
 
 AttentionProblem attention_problem(const config::RunConfig& run) {

@@ -64,6 +64,9 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
 // names the adapted layers whose weights are all zero.
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model);
 
+// Has the model train in FP8 where the config says so.
+void use_precision(const config::RunConfig& run, nn::CausalLM& model);
+
 // The attention of a config's model.
 AttentionProblem attention_problem(const config::RunConfig& run);
 

@@ -12,6 +12,7 @@
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
 #include "nn/trainer.h"
+#include "quant/fp8_training.h"
 #include "quant/quantize_model.h"
 
 namespace heddle::examples {
@@ -98,8 +99,11 @@ nn::AdapterState adapter_state(const nn::CausalLM& model, const lora::Adapter& a
           .base = lora::base_fingerprint(model)};
 }
 
-std::string precision_text(const nn::TrainConfig& train) {
-  if (train.precision == nn::Precision::bf16) return "bfloat16, master weights and gradients of weights float32";
+std::string precision_text(const config::RunConfig& run) {
+  const nn::TrainConfig& train = run.train;
+  const std::string master = ", master weights and gradients of weights float32";
+  if (train.precision == nn::Precision::fp8) return quant::describe_fp8(run.model, train) + master;
+  if (train.precision == nn::Precision::bf16) return "bfloat16" + master;
   return train.allow_tf32 ? "float32, products on CUDA in TF32 (train.allow_tf32)" : "float32";
 }
 
@@ -168,6 +172,7 @@ int run_train(const TrainCommand& command) {
   apply_settings(run, device);
   nn::CausalLM model = make_model(run, device);
   const std::optional<lora::Adapter> adapter = start_from_base(run, model);
+  use_precision(run, model);
   if (!command.graph.empty()) {
     nn::write_graph(command.graph, model, data->train_batch(0, run.train.micro_batch_size));
     std::cout << "wrote " << nn::printable(command.graph) << "; nothing was trained\n";
@@ -184,7 +189,7 @@ int run_train(const TrainCommand& command) {
   std::cout << yaml << '\n';
   for (const std::string& warning : warnings) std::cout << warning << '\n';
   std::cout << "device: " << device << ", " << num_threads() << " CPU threads\n"
-            << "precision: " << precision_text(run.train) << '\n'
+            << "precision: " << precision_text(run) << '\n'
             << "data: " << data->describe() << '\n';
   if (adapter) print_adapter(*adapter, *run.base);
   print_parameters(model);

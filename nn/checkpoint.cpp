@@ -114,9 +114,10 @@ void write_tensors(const fs::path& path, const std::vector<NamedTensor>& tensors
   write_safetensors(path, entries, {{"format", "pt"}});
 }
 
-// What optimizer.safetensors holds: beside the optimiser's own, an adapter's weights.
-std::vector<NamedTensor> training_state(const AdamW& optimizer, const std::optional<AdapterState>& adapter) {
+// What optimizer.safetensors holds: beside the optimiser's own the model's, as state.NAME, and an adapter's weights.
+std::vector<NamedTensor> training_state(const CausalLM& model, const AdamW& optimizer, const std::optional<AdapterState>& adapter) {
   std::vector<NamedTensor> out = optimizer.state();
+  for (const NamedTensor& named : model.training_state()) out.push_back({"state." + named.name, named.tensor});
   if (!adapter) return out;
   for (const NamedTensor& named : adapter->tensors) out.push_back({"weight." + named.name, named.tensor});
   return out;
@@ -201,7 +202,7 @@ fs::path save_checkpoint(const fs::path& output_dir, const CausalLM& model, cons
                          const std::string& config_yaml, const std::optional<AdapterState>& adapter) {
   const fs::path target = folder_of(output_dir, state.step);
   const std::vector<NamedTensor> weights = adapter ? std::vector<NamedTensor>() : model.parameters();
-  const std::vector<NamedTensor> moments = training_state(optimizer, adapter);
+  const std::vector<NamedTensor> moments = training_state(model, optimizer, adapter);
   for (const auto& tensors : {weights, moments}) {
     const std::string bad = first_nonfinite(tensors);
     HEDDLE_CHECK(bad.empty(), printable_path(target), ": not saved, ", bad, " holds NaN or infinity");
@@ -225,7 +226,7 @@ TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, cons
     HEDDLE_CHECK(base_of(folder) == adapter->base, printable_path(folder), " was trained on another base than this one; restore it");
   Restore restore;
   if (!adapter) match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
-  restore.match(SafetensorsFile(folder / kOptimizerFile), training_state(optimizer, adapter));
+  restore.match(SafetensorsFile(folder / kOptimizerFile), training_state(model, optimizer, adapter));
   restore.commit(folder);
   return state;
 }

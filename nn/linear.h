@@ -14,6 +14,9 @@ class LinearBase : public Module {
  public:
   // x [..., in_features] -> [..., out_features]. In training mode `dropout` draws the masks of a layer that has dropout.
   virtual Tensor forward(const Tensor& x, Generator* dropout = nullptr) const = 0;
+  // forward(x, dropout) of layers that share an input, this one being the first of them. A kind of layer whose layers can share work
+  // says how; here they are asked one by one.
+  virtual std::vector<Tensor> forward_together(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout) const;
   virtual std::int64_t in_features() const = 0;
   virtual std::int64_t out_features() const = 0;
   // The weight [out_features, in_features] in a floating dtype, outside the graph.
@@ -47,6 +50,7 @@ class Linear final : public LinearBase {
   Linear(const Tensor& weight, const Tensor& bias);
 
   Tensor forward(const Tensor& x, Generator* dropout = nullptr) const override;
+  std::vector<Tensor> forward_together(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout) const override;
   std::int64_t in_features() const override { return weight_.size(1); }
   std::int64_t out_features() const override { return weight_.size(0); }
   Tensor dense_weight() const override { return weight_.detach(); }
@@ -59,8 +63,8 @@ class Linear final : public LinearBase {
   Tensor bias_;
 };
 
-// layer->forward(x, dropout) of every layer. Layers that share an input share work: plain ones, or the plain ones under adapters, whose
-// weights lie one after another in memory are one product (Note: Joined tensors, autograd/ops/joined.h), low-rank terms are added
+// layer->forward(x, dropout) of every layer. Layers that share an input share work: those under adapters go together, where plain ones
+// whose weights lie one after another in memory are one product (Note: Joined tensors, autograd/ops/joined.h), low-rank terms are added
 // together, and all adapters see one dropout mask.
 std::vector<Tensor> forward_all(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout = nullptr);
 

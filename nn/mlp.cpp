@@ -36,8 +36,9 @@ Tensor Mlp::forward(const Tensor& x, Generator* dropout) const {
   const auto* down_layer = dynamic_cast<const Linear*>(down_proj_.get());
   if (activation_ == Activation::gelu_tanh && up_layer != nullptr && down_layer != nullptr)
     return gelu_mlp(x, up_layer->weight(), up_layer->bias(), down_layer->weight(), down_layer->bias());
-  const Tensor up = up_proj_->forward(x, dropout);
-  return down_proj_->forward(gate_proj_ != nullptr ? swiglu(gate_proj_->forward(x, dropout), up) : activate(activation_, up), dropout);
+  if (gate_proj_ == nullptr) return down_proj_->forward(activate(activation_, up_proj_->forward(x, dropout)), dropout);
+  const std::vector<Tensor> parts = forward_all({gate_proj_.get(), up_proj_.get()}, x, dropout);
+  return down_proj_->forward(swiglu(parts[0], parts[1]), dropout);
 }
 
 }  // namespace heddle::nn

@@ -32,6 +32,13 @@ std::vector<NamedTensor> Module::trainable_parameters() const {
   return out;
 }
 
+std::vector<NamedTensor> Module::training_state() const {
+  std::vector<NamedTensor> out = state_;
+  for (const auto& [name, module] : modules())
+    for (const NamedTensor& state : module->state_) out.push_back({name + "." + state.name, state.tensor});
+  return out;
+}
+
 std::vector<NamedModule> Module::modules() const {
   std::vector<NamedModule> out;
   for (const Child& child : children_) {

@@ -42,6 +42,9 @@ class Module {
   std::vector<NamedTensor> parameters() const;
   std::vector<NamedTensor> trainable_parameters() const;
 
+  // What training has to continue with beside parameters and the optimiser's state, in the same order.
+  std::vector<NamedTensor> training_state() const;
+
   // Every module below this one, depth first.
   std::vector<NamedModule> modules() const;
 
@@ -59,6 +62,7 @@ class Module {
 
  protected:
   void register_parameter(std::string name, const Tensor& parameter);
+  void register_state(std::string name, const Tensor& state) { state_.push_back({std::move(name), state}); }
 
   // `slot` must be a member that lives as long as this module.
   template <typename T>
@@ -80,7 +84,7 @@ class Module {
 
   void collect(const std::string& prefix, std::vector<NamedTensor>& out) const;
 
-  std::vector<NamedTensor> parameters_;
+  std::vector<NamedTensor> parameters_, state_;
   std::vector<Child> children_;
   bool training_ = true;
 };

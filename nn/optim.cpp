@@ -114,6 +114,10 @@ void AdamW::zero_grad() const {
   for (const Slot& slot : slots_) slot.parameter.set_grad({});
 }
 
+void AdamW::count_versions() const {
+  for (const Slot& slot : slots_) slot.parameter.mutable_view();
+}
+
 std::int64_t AdamW::updates() const { return step_.to_vector<std::int64_t>().front(); }
 
 std::string AdamW::describe_groups() const {

@@ -74,6 +74,8 @@ class AdamW {
   PendingUpdate pending_update() const { return {numbers_, grad_scale_, updated_}; }
 
   void zero_grad() const;
+  // Has the parameters count as written (Tensor::version): by an update that a recorded step does, unseen by the host.
+  void count_versions() const;
   std::int64_t updates() const;  // applied so far: t of the bias correction
   // "weight decay 0.1: 18 tensors, 800000 parameters; no decay: 26 tensors, 5376 parameters"
   std::string describe_groups() const;

@@ -7,6 +7,7 @@ constexpr EnumNames<DataSource> kDataSources{kDataSourceNames};
 constexpr EnumNames<Operation> kOperations{kOperationNames};
 constexpr EnumNames<Schedule> kSchedules{kScheduleNames};
 constexpr EnumNames<Precision> kPrecisions{kPrecisionNames};
+constexpr EnumNames<Fp8Scaling> kFp8Scalings{kFp8ScalingNames};
 
 }  // namespace
 
@@ -40,6 +41,8 @@ std::vector<Field> fields(TrainConfig& c) {
       {"max_grad_norm", &c.max_grad_norm, {.range = at_least(0)}},
       {"max_nonfinite_steps", &c.max_nonfinite_steps, {.range = positive}},
       {"precision", choice(c.precision, kPrecisions), {.form = "not fp16: without loss scaling its gradients underflow"}},
+      {"fp8_scaling", choice(c.fp8_scaling, kFp8Scalings), {}},
+      {"fp8_history", &c.fp8_history, {.range = between(1, 1024)}},
       {"allow_tf32", &c.allow_tf32, {}},
       {"cuda_graph", &c.cuda_graph, {}},
       {"seed", &c.seed, {.range = at_least(0)}},

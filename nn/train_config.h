@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/runtime/dtype.h"
 #include "nn/config_field.h"
 
 namespace heddle::nn {
@@ -13,7 +14,8 @@ namespace heddle::nn {
 enum class DataSource { text, arithmetic };
 enum class Operation { addition, subtraction };
 enum class Schedule { cosine, linear, constant };
-enum class Precision { fp32, bf16 };
+enum class Precision { fp32, bf16, fp8 };
+enum class Fp8Scaling { current, delayed };
 
 inline constexpr std::array<std::pair<std::string_view, DataSource>, 2> kDataSourceNames{
     {{"text", DataSource::text}, {"arithmetic", DataSource::arithmetic}}};
@@ -21,8 +23,10 @@ inline constexpr std::array<std::pair<std::string_view, Operation>, 2> kOperatio
     {{"addition", Operation::addition}, {"subtraction", Operation::subtraction}}};
 inline constexpr std::array<std::pair<std::string_view, Schedule>, 3> kScheduleNames{
     {{"cosine", Schedule::cosine}, {"linear", Schedule::linear}, {"constant", Schedule::constant}}};
-inline constexpr std::array<std::pair<std::string_view, Precision>, 2> kPrecisionNames{
-    {{"fp32", Precision::fp32}, {"bf16", Precision::bf16}}};
+inline constexpr std::array<std::pair<std::string_view, Precision>, 3> kPrecisionNames{
+    {{"fp32", Precision::fp32}, {"bf16", Precision::bf16}, {"fp8", Precision::fp8}}};
+inline constexpr std::array<std::pair<std::string_view, Fp8Scaling>, 2> kFp8ScalingNames{
+    {{"current", Fp8Scaling::current}, {"delayed", Fp8Scaling::delayed}}};
 
 // What the model reads. Both sources are bytes: ids 0 to 255.
 struct DataConfig {
@@ -53,6 +57,8 @@ struct TrainConfig {
   double max_grad_norm = 1;              // 0: no clipping
   std::int64_t max_nonfinite_steps = 5;  // skipped steps in a row that end the run
   Precision precision = Precision::fp32;
+  Fp8Scaling fp8_scaling = Fp8Scaling::current;
+  std::int64_t fp8_history = 16;  // delayed scaling: steps
   bool allow_tf32 = false;  // fp32 products on CUDA may round their operands to 10 bits of mantissa
   bool cuda_graph = false;  // starts each step as one recorded whole (nn/train_step.h)
   std::int64_t seed = 1337;
@@ -66,6 +72,9 @@ struct TrainConfig {
 
   friend bool operator==(const TrainConfig&, const TrainConfig&) = default;
 };
+
+// What weights and activations are held in: FP8 is what linear layers multiply in (quant/fp8_training.h), beside bfloat16.
+constexpr DType dtype_of(Precision precision) { return precision == Precision::fp32 ? DType::f32 : DType::bf16; }
 
 struct AttentionConfig {
   std::string kernel = "auto";  // or the name of a variant

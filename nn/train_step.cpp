@@ -67,6 +67,7 @@ void TrainStep::start_plain(std::span<const Batch> window, Generator& dropout) {
 void TrainStep::start_recorded(std::span<const Batch> window) {
   if (!graph_) {
     for (const Batch& batch : window) inputs_.push_back({batch.input_ids.to(model_.device()), batch.labels.to(model_.device())});
+    optimizer_.count_versions();  // what was made of weights is made anew, and recorded
     graph_.emplace(model_.device(), [this] { issue(inputs_, nullptr); });
   } else {
     HEDDLE_CHECK(window.size() == inputs_.size(), "train.cuda_graph: a step of ", window.size(), " micro-batches after one of ", inputs_.size());
@@ -76,6 +77,7 @@ void TrainStep::start_recorded(std::span<const Batch> window) {
     }
   }
   graph_->start();
+  optimizer_.count_versions();
 }
 
 }  // namespace heddle::nn

@@ -51,6 +51,8 @@ cudaDataType_t data_type(DType dtype) {
   }
 }
 
+cudaDataType_t data_type(Fp8Type type) { return type == Fp8Type::e5m2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3; }
+
 template <typename Value>
 void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, const Value& value) {
   HEDDLE_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)));
@@ -93,14 +95,14 @@ struct Plan {
     if (key.epilogue != Epilogue::none) set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.d.leading);
     const bool is_fp8 = key.fp8 != Fp8Scales::none;
     if (is_fp8) {
-      set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
+      set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<std::int8_t>(key.is_precise == 0));
       const auto mode = key.fp8 == Fp8Scales::row ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
       set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
       set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
       set_scales(pointers);
     }
-    describe(a, key.a, is_fp8 ? CUDA_R_8F_E4M3 : data_type(in), key.batches);
-    describe(b, key.b, is_fp8 ? CUDA_R_8F_E4M3 : data_type(in), key.batches);
+    describe(a, key.a, is_fp8 ? data_type(key.a_type) : data_type(in), key.batches);
+    describe(b, key.b, is_fp8 ? data_type(key.b_type) : data_type(in), key.batches);
     describe(d, key.d, data_type(out), key.batches);
     ask(key, handle);
   }

@@ -24,8 +24,9 @@ enum class Epilogue : std::int64_t {
   dgelu,  // d = scale a b * gelu_tanh'(aux)
 };
 
-// The scales of E4M3 operands: float32, of a whole operand or of each row of what the caller holds by rows.
+// The scales of FP8 operands: float32, of a whole operand or of each row of what the caller holds by rows.
 enum class Fp8Scales : std::int64_t { none, tensor, row };
+enum class Fp8Type : std::int64_t { e4m3, e5m2 };
 
 // All that decides how a product is computed: d = scale a b + bias, or d += scale a b. Plain bytes without padding, so that two keys are equal
 // exactly when their bytes are.
@@ -37,9 +38,11 @@ struct GemmKey {
   std::int64_t accumulates = 0;
   std::int64_t allows_tf32 = 0;
   Epilogue epilogue = Epilogue::none;
-  Fp8Scales fp8 = Fp8Scales::none;  // else a and b are E4M3, and `in` names the dtype of bias
+  Fp8Scales fp8 = Fp8Scales::none;  // else a and b are of the types below, not both E5M2, and `in` names the dtype of bias
+  Fp8Type a_type = Fp8Type::e4m3, b_type = Fp8Type::e4m3;
+  std::int64_t is_precise = 0;  // FP8: sums are added up in float32 every few terms, not in the tensor cores alone
 };
-static_assert(sizeof(GemmKey) == 26 * sizeof(std::int64_t));
+static_assert(sizeof(GemmKey) == 29 * sizeof(std::int64_t));
 
 // Where the operands of one call are, and the factor of the product.
 struct GemmPointers {
