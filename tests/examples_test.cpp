@@ -138,6 +138,17 @@ TEST(Tool, RunDoesNotWriteIntoItsBase) {
   EXPECT_TRUE(fs::exists(base / "checkpoint-3"));
 }
 
+TEST(Tool, AnAdapterIsNotTrainedInFp8) {
+  const test::TempFolder folder;
+  const fs::path base = folder.path() / "base";
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+
+  const Outcome outcome = heddle(train_three_steps("configs/arithmetic_lora.yaml", folder.path() / "run") + " --set base=" + base.string() +
+                                 " --set train.precision=fp8");
+
+  EXPECT_EQ(outcome.output, "heddle: --set train.precision: expected bf16 beside lora: a frozen base is multiplied in FP8 by quantize.format fp8_e4m3, got fp8\n");
+}
+
 // The base quantised as the run starts, and once beforehand: the same bytes, so the same losses.
 TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
   const test::TempFolder folder;
@@ -377,6 +388,13 @@ TEST(Tool, MistakesOutsideTheFileAreReportedTogether) {
   for (const char* start : {"--set data.files: expected patterns that each match a file in ", "--set attention.kernel: expected one of auto, ",
                             "--set device: expected a device that can be used, got cuda:99 ", "--set train.seed: expected integer >= 0, got -1"})
     EXPECT_NE(outcome.output.find(start), std::string::npos) << start << outcome.output;
+}
+
+TEST(Tool, TrainingInFp8IsRefusedWhereItCannotRun) {
+  const Outcome on_cpu = heddle("train configs/tiny.yaml --set device=cpu --set train.precision=fp8");
+
+  EXPECT_EQ(on_cpu.exit_code, 2);
+  EXPECT_EQ(on_cpu.output, "heddle: --set train.precision: expected bf16 or fp32 (FP8 products need a GPU of compute capability 8.9 or higher), got fp8\n");
 }
 
 // A config of the user's own beside the output of its run.

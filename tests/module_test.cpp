@@ -9,9 +9,12 @@
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "nn/checkpoint.h"
 #include "nn/safetensors.h"
 #include "nn/transformer.h"
 #include "tests/support/pytorch.h"
+#include "tests/support/temp_folder.h"
+#include "tests/support/tiny_run.h"
 
 // Each module's result and gradients against the float64 numbers of PyTorch in data/modules.safetensors (layout:
 // data/README.md), and the module tree.
@@ -228,6 +231,36 @@ TEST(Module, ReplaceChildSwapsAProjectionAndRefusesWrongNamesAndKinds) {
   };
   EXPECT_EQ(message("model.layers.1.self_attn.q", other), "replace_child: there is no child named 'q'");
   EXPECT_EQ(message("model.layers.1.mlp", other), "replace_child: the slot 'mlp' takes another kind of module");
+}
+
+class LayerWithState final : public LinearBase {
+ public:
+  LayerWithState() { register_state("seen", seen); }
+  Tensor forward(const Tensor& x, Generator*) const override { return x; }
+  std::int64_t in_features() const override { return 0; }
+  std::int64_t out_features() const override { return 0; }
+  Tensor dense_weight() const override { return {}; }
+  const Tensor& bias() const override { return none; }
+
+  Tensor seen = Tensor::zeros({2}), none;
+};
+
+TEST(Module, TrainingStateIsInCheckpointsAndNoParameter) {
+  const test::TempFolder folder;
+  CausalLM model = test::tiny_model(test::tiny_config());
+  const auto layer = std::make_shared<LayerWithState>();
+  model.replace_child("model.layers.1.mlp.up_proj", layer);
+  layer->seen.fill_(3);
+  const AdamW optimizer(model.trainable_parameters(), {});
+  const auto saved = save_checkpoint(folder.path(), model, optimizer, {.step = 1}, "train: {}\n");
+  layer->seen.fill_(5);
+
+  load_checkpoint(saved, model, optimizer);
+
+  EXPECT_EQ(layer->seen.to_doubles(), (std::vector<double>{3, 3}));
+  ASSERT_EQ(model.training_state().size(), 1u);
+  EXPECT_EQ(model.training_state()[0].name, "model.layers.1.mlp.up_proj.seen");
+  for (const NamedTensor& parameter : model.parameters()) EXPECT_EQ(parameter.name.find("layers.1.mlp.up_proj"), std::string::npos);
 }
 
 TEST(CausalLM, SequenceLongerThanItsPositionsIsRefused) {
