@@ -89,7 +89,8 @@ int run_bench_train(const BenchTrainCommand& command) {
   std::cout << "device: " << device << ", " << num_threads() << " CPU threads; " << nn::name_of(nn::EnumNames<nn::Precision>(nn::kPrecisionNames), run.train.precision) << '\n';
   std::printf("step:   %.3f ms, median of %d after %d; %.3f to %.3f\n", 1e3 * median, command.steps, command.warmup, 1e3 * low, 1e3 * high);
   std::printf("speed:  %.4g steps/s, %.6g tokens/s of %g tokens a step\n", 1 / median, tokens / median, tokens);
-  std::printf("model:  %.4g TFLOP/s, %.1f %% of the %.4g that matrix products reach\n", rate / 1e12, 100 * rate / ceiling, ceiling / 1e12);
+  std::printf("model:  %.4g TFLOP/s, %.1f %% of the %.4g that matrix products in %s reach\n", rate / 1e12, 100 * rate / ceiling, ceiling / 1e12,
+              std::string(dtype_name(dtype)).c_str());
   std::printf("        %.4g MFLOP a token: 6 parameters (4 where frozen) + 6 layers T heads D\n", flop / 1e6);
   std::printf("memory: %.3f GiB at the peak\n", peak / (1 << 30));
   if (command.json.empty()) return 0;

@@ -2,20 +2,26 @@
 
 #include "kernels/runtime/dispatch.h"
 
-#if HEDDLE_WITH_CUDA
-#define HEDDLE_ON_CUDA(ctx, fn, args) (::heddle::make_current(ctx), cuda::fn(args, ctx))
-#else
-#define HEDDLE_ON_CUDA(ctx, fn, args) static_cast<void>(0)
-#endif
-
 namespace heddle {
 namespace {
 
-constexpr int kLeastCapability = 89;
+[[maybe_unused]] constexpr int kLeastCapability = 89;
 
-void check_device(const char* op, const ExecContext& ctx) {
-  const DeviceSupport support = fp8_support(ctx.device);
+DeviceSupport fp8_support_of_usable(Device device) {
+  if (!device.is_cuda()) return {false, "FP8 products need a GPU of compute capability 8.9 or higher"};
+#if HEDDLE_WITH_CUDA
+  const int capability = cuda::fp8_capability(device.index);
+  if (capability < kLeastCapability)
+    return {false, concat_text("FP8 products need compute capability 8.9 or higher, and that of ", device, " is ", capability / 10, ".", capability % 10)};
+#endif
+  return {true, {}};
+}
+
+// Makes the device the current one.
+void use_device(const char* op, const ExecContext& ctx) {
+  const DeviceSupport support = fp8_support_of_usable(ctx.device);
   HEDDLE_CHECK(support.ok, op, ": ", support.reason);
+  make_current(ctx);
 }
 
 bool has_dense_rows(const ConstView& view, DType dtype, const Shape& shape) {
@@ -40,20 +46,13 @@ void check_codes(const char* op, const char* what, const ConstView& codes, const
 }  // namespace
 
 DeviceSupport fp8_support(Device device) {
-  if (!device.is_cuda()) return {false, "FP8 products need a GPU of compute capability 8.9 or higher"};
   const DeviceSupport support = device_support(device);
-  if (!support.ok) return support;
-#if HEDDLE_WITH_CUDA
-  const int capability = cuda::fp8_capability(device.index);
-  if (capability < kLeastCapability)
-    return {false, concat_text("FP8 products need compute capability 8.9 or higher, and that of ", device, " is ", capability / 10, ".", capability % 10)};
-#endif
-  return {true, {}};
+  return support.ok ? fp8_support_of_usable(device) : support;
 }
 
 void fp8_quantize(const Fp8QuantizeArgs& args, const ExecContext& ctx) {
   constexpr const char* kOp = "fp8_quantize";
-  check_device(kOp, ctx);
+  use_device(kOp, ctx);
   const auto& [x, format, expected, fallback, codes, turned, scale, seen] = args;
   HEDDLE_CHECK(x.shape.rank() == 2 && has_dense_rows(x, DType::bf16, x.shape) && is_aligned(x) && x.shape[1] % 16 == 0 && is_fp8(format), kOp,
                ": needs bfloat16 [R, C], rows dense and at multiples of 16 bytes, C a multiple of 16, as FP8, got ", x.dtype, " ", x.shape, " as ", name_of(format));
@@ -62,21 +61,25 @@ void fp8_quantize(const Fp8QuantizeArgs& args, const ExecContext& ctx) {
   HEDDLE_CHECK(is_one_float(expected) && is_one_float(scale) && (!fallback.defined() || is_one_float(fallback)) &&
                    (!seen.defined() || is_one_float(seen)),
                kOp, ": expected, fallback, scale and seen must be float32 [1]");
-  HEDDLE_ON_CUDA(ctx, fp8_quantize, args);
+#if HEDDLE_WITH_CUDA
+  cuda::fp8_quantize(args, ctx);
+#endif
 }
 
 void advance_amax_history(const AmaxHistoryArgs& args, const ExecContext& ctx) {
-  check_device("advance_amax_history", ctx);
+  use_device("advance_amax_history", ctx);
   const MutView& history = args.history;
   HEDDLE_CHECK(history.dtype == DType::f32 && history.shape.rank() == 2 && history.shape[1] >= 2 && history.is_contiguous(),
                "advance_amax_history: needs dense float32 [rows, 1 + H] with H >= 1, got ", history.dtype, " ", history.shape);
   if (history.numel() == 0) return;
-  HEDDLE_ON_CUDA(ctx, advance_amax_history, args);
+#if HEDDLE_WITH_CUDA
+  cuda::advance_amax_history(args, ctx);
+#endif
 }
 
 void fp8_gemm(const Fp8GemmArgs& args, const ExecContext& ctx) {
   constexpr const char* kOp = "fp8_gemm";
-  check_device(kOp, ctx);
+  use_device(kOp, ctx);
   const auto& [a, b, out, bias, write, is_precise] = args;
   HEDDLE_CHECK(a.codes.shape.rank() == 2 && b.codes.shape.rank() == 2 && a.codes.shape[1] == b.codes.shape[1] &&
                    out.shape == (Shape{a.codes.shape[0], b.codes.shape[0]}) && a.codes.shape[1] % 16 == 0 && b.codes.shape[0] % 16 == 0,
@@ -93,7 +96,9 @@ void fp8_gemm(const Fp8GemmArgs& args, const ExecContext& ctx) {
                kOp, ": bias must be dense bfloat16 [", out.shape[1], "] of an assigned bfloat16 product, got ", bias.dtype, " ", bias.shape);
   if (out.numel() == 0) return;
   HEDDLE_CHECK(a.codes.shape[1] > 0, kOp, ": needs at least one term");
-  HEDDLE_ON_CUDA(ctx, fp8_gemm, args);
+#if HEDDLE_WITH_CUDA
+  cuda::fp8_gemm(args, ctx);
+#endif
 }
 
 }  // namespace heddle
