@@ -168,11 +168,12 @@ struct Reference {
 };
 
 // Few rows go through the kernels that decode as they read, if the columns are a multiple of their pieces, others through decoded parts. A
-// bound of 3 roundings: of the weight, of the result, and of the sum, whose 608 terms at 2^-24 each are less than one rounding to bfloat16 or float16.
+// bound of 3 roundings: of the weight, of the result, and of the sum, whose 1056 terms at 2^-24 each are less than one rounding to bfloat16
+// or float16.
 TEST_F(CudaQuantize, ProductsAreThoseOfTheDecodedWeight) {
   for (const NamedSpec& named : all_specs())
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
-      for (const std::int64_t K : {200, 608})
+      for (const std::int64_t K : {200, 1056})
         for (const std::int64_t M : {1, 3, 5, 9, 16, 17}) {
           const Tensor x = random_tensor({M, K}, dtype, 5), bias = random_tensor({90}, dtype, 6);
           const Quantized w = quantized(random_tensor({90, K}, DType::f32, 7).to(kCuda), named.spec);

@@ -1,8 +1,7 @@
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "kernels/quantize/chunk.cuh"
+#include "kernels/quantize/code_pairs.cuh"
 #include "kernels/quantize/divide.cuh"
 
 // How kernels read quantised weights: up to 16 codes at a time, which share a scale.
@@ -16,6 +15,7 @@ struct FloatScales {
   std::int64_t stride;
   int row_shift, column_shift;
 
+  __device__ const FloatScales& of_tensor() const { return *this; }
   __device__ float at(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
   __device__ float of_sum(float sum) const { return sum; }
 };
@@ -33,7 +33,7 @@ __device__ inline float decode_e4m3(int code) {
 }
 
 // The scale of the element at [row, column], where it is a byte for a block: in_block() of the byte, and of_sum() what that leaves to do to a sum of
-// elements multiplied by it.
+// elements multiplied by it. A thread that looks for more than one has of_tensor() find them.
 struct E8M0Scale {
   static constexpr bool kIsByte = true;
   static constexpr int kSize = kMxBlock;
@@ -43,6 +43,7 @@ struct E8M0Scale {
   __device__ const std::uint8_t* address(std::int64_t row, std::int64_t column) const { return scales + row * stride + column / kSize; }
   static __device__ float in_block(std::uint8_t byte) { return decode_e8m0(byte); }
   __device__ float of_sum(float sum) const { return sum; }
+  __device__ const E8M0Scale& of_tensor() const { return *this; }
   __device__ float at(std::int64_t row, std::int64_t column) const { return in_block(*address(row, column)); }
 };
 struct E4M3Scale {
@@ -52,10 +53,16 @@ struct E4M3Scale {
   std::int64_t stride;
   const float* global;
 
+  struct OfTensor {
+    const E4M3Scale& scale;
+    Divisor global;
+    __device__ float at(std::int64_t row, std::int64_t column) const { return global.quotient(in_block(*scale.address(row, column))); }
+  };
+
   __device__ const std::uint8_t* address(std::int64_t row, std::int64_t column) const { return scales + row * stride + column / kSize; }
   static __device__ float in_block(std::uint8_t byte) { return decode_e4m3(byte); }
   __device__ float of_sum(float sum) const { return sum / *global; }
-  __device__ float at(std::int64_t row, std::int64_t column) const { return Divisor(*global).quotient(in_block(*address(row, column))); }
+  __device__ OfTensor of_tensor() const { return {*this, Divisor(*global)}; }
 };
 
 // Calls fn(F{}, scales) for the number format of the codes and what finds their scales.
@@ -77,7 +84,24 @@ struct CodeWords {
   static constexpr int kBytes = N * F::kBits / 8;
   std::uint32_t at[(kBytes + 3) / 4];
 
-  __device__ float value(int i) const { return decode<F>(static_cast<std::uint8_t>(at[i * F::kBits / 32] >> (i * F::kBits % 32))); }
+  // What they stand for, N of 4 or 8.
+  __device__ void values(float (&out)[N]) const {
+    if constexpr (F::kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) put(out[i], out[i + 1], decode_pair<F, float16>(at[i / 4] >> (i % 4 * 8)));
+    } else {
+      constexpr float kFactor = Fp4Fields<float16>::kFactor;
+      const std::uint32_t halves = N == 8 ? at[0] : __byte_perm(at[0], 0, 0x4140);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) put(out[i], out[i + N / 2], decode_pair<float16>(halves, i, pair_of(float16{}, kFactor, kFactor)));
+    }
+  }
+
+ private:
+  static __device__ void put(float& low, float& high, std::uint32_t pair) {
+    const float2 both = floats_of(float16{}, pair);
+    low = both.x, high = both.y;
+  }
 };
 
 // From an address that is a multiple of their size.

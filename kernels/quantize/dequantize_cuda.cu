@@ -13,30 +13,36 @@ __device__ void store_chunk(Half* to, const float (&x)[8]) {
   *reinterpret_cast<uint4*>(to) = {pair_of(kKind, x[0], x[1]), pair_of(kKind, x[2], x[3]), pair_of(kKind, x[4], x[5]), pair_of(kKind, x[6], x[7])};
 }
 
-// Chunks start at multiples of their size in columns of the matrix, so that all of one share a scale; the first may begin before first_column.
-template <typename F, typename T, typename Scale>
-__global__ void decode_kernel(const Rows<T> out, const std::uint8_t* codes, std::int64_t row_bytes, std::int64_t first_row,
-                              std::int64_t first_column, bool is_aligned, const Scale scale_of) {
+// What one thread's chunks have in common.
+template <typename T>
+struct Decoding {
+  Rows<T> out;
+  const std::uint8_t* codes;
+  std::int64_t row_bytes;
+  std::int64_t first_row, first_column;
+  bool is_aligned;
+};
+
+// The chunk at [i, column] of out.
+template <typename F, typename T>
+__device__ void decode_chunk(const Decoding<T>& p, std::int64_t i, std::int64_t column, float scale) {
   constexpr int kChunk = kWide<T>;
-  const std::int64_t i = my_row(), column = my_chunk() * kChunk - first_column % kChunk;  // of out
-  if (column >= out.columns || i >= out.rows) return;
-  const int count = at_most<kChunk>(out.columns - column);
-  const std::int64_t row = first_row + i;
-  const std::uint8_t* from = codes + row * row_bytes + (first_column + column) * F::kBits / 8;
+  const int count = at_most<kChunk>(p.out.columns - column);
+  const std::uint8_t* from = p.codes + (p.first_row + i) * p.row_bytes + (p.first_column + column) * F::kBits / 8;
   CodeWords<F, kChunk> words = {};
-  if (is_aligned && count == kChunk) {
+  if (p.is_aligned && count == kChunk) {
     words = load_codes<F, kChunk>(from);
   } else {
 #pragma unroll
     for (int j = 0; j < CodeWords<F, kChunk>::kBytes; ++j)
       if (j * 8 < count * F::kBits) words.at[j / 4] |= static_cast<std::uint32_t>(from[j]) << (j % 4 * 8);
   }
-  const float scale = scale_of.at(row, first_column + column);
   float values[kChunk];
+  words.values(values);
 #pragma unroll
-  for (int j = 0; j < kChunk; ++j) values[j] = words.value(j) * scale;
-  T* to = out.data + i * out.stride + column;
-  if (is_aligned && count == kChunk) {
+  for (int j = 0; j < kChunk; ++j) values[j] *= scale;
+  T* to = p.out.data + i * p.out.stride + column;
+  if (p.is_aligned && count == kChunk) {
     store_chunk(to, values);
   } else {
     const int skipped = column < 0 ? static_cast<int>(-column) : 0;
@@ -46,14 +52,28 @@ __global__ void decode_kernel(const Rows<T> out, const std::uint8_t* codes, std:
   }
 }
 
+// Chunks start at multiples of their size in columns of the matrix, so that all of one share a scale; the first may begin before first_column.
+constexpr int kTurns = 4;
+template <typename F, typename T, typename Scale>
+__global__ void decode_kernel(const Decoding<T> p, const Scale scale) {
+  constexpr int kChunk = kWide<T>;
+  const std::int64_t i = my_row();
+  if (i >= p.out.rows) return;
+  const auto& scale_of = scale.of_tensor();
+  std::int64_t column = (static_cast<std::int64_t>(blockIdx.x) * (kTurns * kBlock) + threadIdx.x) * kChunk - p.first_column % kChunk;
+#pragma unroll 2
+  for (int turn = 0; turn < kTurns && column < p.out.columns; ++turn, column += kBlock * kChunk)
+    decode_chunk<F>(p, i, column, scale_of.at(p.first_row + i, p.first_column + column));
+}
+
 template <typename F, typename T, typename Scale>
 void decode_chunks(const DequantizeArgs& args, const Scale& scale, const ExecContext& ctx) {
   constexpr int kChunk = kWide<T>;
   const Rows<T> out(args.out);
   const std::int64_t row_bytes = args.w.codes.shape[1], skipped = args.first_column % kChunk;
   const bool is_aligned = out.is_aligned && skipped == 0 && reinterpret_cast<std::uintptr_t>(args.w.codes.data) % 8 == 0 && row_bytes % 8 == 0;
-  decode_kernel<F><<<chunk_grid(out.rows, out.columns + skipped, kChunk), kBlock, 0, stream_of(ctx)>>>(
-      out, args.w.codes.as<std::uint8_t>(), row_bytes, args.first_row, args.first_column, is_aligned, scale);
+  const Decoding<T> p = {out, args.w.codes.as<std::uint8_t>(), row_bytes, args.first_row, args.first_column, is_aligned};
+  decode_kernel<F><<<chunk_grid(out.rows, out.columns + skipped, kTurns * kChunk), kBlock, 0, stream_of(ctx)>>>(p, scale);
 }
 
 }  // namespace

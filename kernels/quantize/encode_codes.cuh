@@ -31,27 +31,29 @@ class Chunk {
 
   __device__ void unpack(float (&out)[kChunk]) const {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const std::uint32_t words[] = {words_[i].x, words_[i].y, words_[i].z, words_[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (std::is_same_v<T, float>) {
-          out[4 * i + j] = __uint_as_float(words[j]);
-        } else {
-          const float2 both = floats_of(T{}, words[j]);
-          out[8 * i + 2 * j] = both.x, out[8 * i + 2 * j + 1] = both.y;
-        }
+    for (int i = 0; i < 4 * kWords; ++i) {
+      if constexpr (kIsFloat) {
+        out[i] = __uint_as_float(word(i));
+      } else {
+        const float2 both = floats_of(T{}, word(i));
+        out[2 * i] = both.x, out[2 * i + 1] = both.y;
       }
     }
   }
 
  private:
+  static constexpr bool kIsFloat = std::is_same_v<T, float>;
   static constexpr int kWords = kChunk / kWide<T>;
+  __device__ std::uint32_t word(int i) const {
+    const uint4& four = words_[i / 4];
+    return i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+  }
+
   uint4 words_[kWords];
 };
 
-// Calls fn(chunk, count, row, column) for the chunks of a thread, kTurns of which lie kBlock chunks apart in a row, with the next one being loaded; count
-// is what there is of a chunk, if any.
+// Calls fn(chunk, count, row, column) for the chunks of a thread, kTurns of which lie kBlock chunks apart in a row, while the next one is being
+// loaded; count is what there is of a chunk, if any.
 inline constexpr int kTurns = 4, kTurn = kBlock * kChunk;
 template <typename T, typename Fn>
 __device__ void for_chunks(const Rows<const T>& x, const Fn& fn) {
@@ -68,7 +70,7 @@ __device__ void for_chunks(const Rows<const T>& x, const Fn& fn) {
     const int count = min(left, kChunk);
     left -= kTurn;
     from += kTurn;
-    next.load(from, min(left, kChunk), x.is_aligned);
+    if (turn + kTurn < end) next.load(from, min(left, kChunk), x.is_aligned);
     fn(chunk, count, row, first + turn);
   }
 }
@@ -106,11 +108,24 @@ __device__ inline std::uint32_t encode_e2m1(const float (&halves)[8]) {
   return __byte_perm(words[0], words[1], 0x5410) | signs(0) >> 4 | signs(1);
 }
 
+// A power of two as E8M0.
+struct PowerOfTwo {
+  std::uint8_t code;
+};
+
+// Divides a chunk by a scale and by a power of two.
+__device__ inline void divide(float (&x)[kChunk], float scale, float power) { Divisor(scale * power).divide(x); }
+__device__ inline void divide(float (&x)[kChunk], PowerOfTwo scale, float power) {
+  const float reciprocal = decode_e8m0(static_cast<std::uint8_t>(254 - scale.code)) / power;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] *= reciprocal;
+}
+
 // The codes of a chunk as words. The instruction for FP8 differs from encode() in the sign of NaN alone.
-template <typename F>
-__device__ void encode_words(float (&x)[kChunk], float scale, std::uint32_t (&words)[kChunk * F::kBits / 32]) {
+template <typename F, typename Scale>
+__device__ void encode_words(float (&x)[kChunk], Scale scale, std::uint32_t (&words)[kChunk * F::kBits / 32]) {
   constexpr int kPerWord = 32 / F::kBits;
-  Divisor(F::kBits == 4 ? 2.0f * scale : scale).divide(x);
+  divide(x, scale, F::kBits == 4 ? 2.0f : 1.0f);
 #pragma unroll
   for (int w = 0; w < kChunk / kPerWord; ++w) {
     if constexpr (F::kBits == 4) {
@@ -130,11 +145,11 @@ __device__ void encode_words(float (&x)[kChunk], float scale, std::uint32_t (&wo
   }
 }
 
-template <typename F>
-__device__ void draw_words(float (&x)[kChunk], float scale, std::int64_t row, std::int64_t column, std::uint64_t seed,
+template <typename F, typename Scale>
+__device__ void draw_words(float (&x)[kChunk], Scale scale, std::int64_t row, std::int64_t column, std::uint64_t seed,
                            std::uint32_t (&words)[kChunk * F::kBits / 32]) {
   constexpr int kPerWord = 32 / F::kBits;
-  Divisor(scale).divide(x);
+  divide(x, scale, 1.0f);
 #pragma unroll
   for (int i = 0; i < kChunk; i += 4) {
     const auto random = philox(seed, static_cast<std::uint64_t>(column + i) / 4, static_cast<std::uint64_t>(row));
@@ -156,8 +171,8 @@ struct Codes {
 };
 
 // Writes the codes of the chunk x at [row, column], `count` of whose elements are there; the others are 0.
-template <typename F>
-__device__ void store_codes(float (&x)[kChunk], float scale, int count, std::int64_t row, std::int64_t column, const Codes& codes) {
+template <typename F, typename Scale>
+__device__ void store_codes(float (&x)[kChunk], Scale scale, int count, std::int64_t row, std::int64_t column, const Codes& codes) {
   std::uint32_t words[kChunk * F::kBits / 32];
   if (codes.is_stochastic) draw_words<F>(x, scale, row, column, codes.seed, words);
   else encode_words<F>(x, scale, words);

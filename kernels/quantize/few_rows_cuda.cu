@@ -6,7 +6,7 @@
 namespace heddle::cuda {
 namespace {
 
-constexpr int kWarps = kBlock / 32;
+constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block
 
 template <typename T>
 struct FewRows {
@@ -35,56 +35,30 @@ struct FewRows {
 };
 
 // Note: Few rows on the tensor cores
-// A warp multiplies two tiles of 16 rows of the weight, 64 columns at a time, with 8 or 16 rows of x; a block's warps share the rows and take turns
-// at the columns, and their sums are added at the end. Which 16 of the 64 terms meet in one product is free as long as both operands have the same:
-// lane 4 g + t reads 16 columns that lie together, from 16 t on, of each of its four rows of the weight. A block scale is that of a lane's 16
-// columns, and codes times block scales are exact in bfloat16, and in float16 where the scales are E4M3. A float32 scale is that of all 64 columns,
-// and multiplies the sums.
+// A warp multiplies a tile of 16 rows of the weight with 8 rows of x, or two tiles with 16 rows, as many columns at a time as four lanes'
+// 16 bytes of codes are; a block's warps share the rows and take turns at the columns, and their sums are added at the end. Which 16 terms
+// meet in one product is free as long as both operands have the same: lane 4 g + t reads columns that lie together, the t-th of four such
+// pieces, of each of its rows of the weight. Block scales are those of a lane's columns, and codes times block scales are exact in bfloat16,
+// and in float16 where the scales are E4M3. A float32 scale is that of all columns of a step, and multiplies the sums.
 
-constexpr int kLaneColumns = 16, kWarpColumns = 4 * kLaneColumns, kStep = kWarps * kWarpColumns;
-constexpr int kTile = 16, kTiles = 2, kLaneRows = 2 * kTiles, kBlockRows = kTile * kTiles;
-static_assert(kLaneColumns == kNvBlock && kFp8Block % kWarpColumns == 0);
+constexpr int kTile = 16;
 
-// E2M1 codes in the place of the last exponent bits and the first of the mantissa are as large as their values over kFactor. A block scale in E4M3,
-// at most 448, makes up for kScaled of that as long as it stays in the type's range; the rest is left to the sum.
-template <typename Half>
-struct Fp4Fields;
-template <>
-struct Fp4Fields<bfloat16> {
-  static constexpr int kPlace = 6;
-  static constexpr float kFactor = 0x1p126f, kScaled = 0x1p112f;
-};
-template <>
-struct Fp4Fields<float16> {
-  static constexpr int kPlace = 9;
-  static constexpr float kFactor = 0x1p14f, kScaled = 0x1p6f;
-};
+// Columns of a lane, a warp and a block at a time.
+template <typename F>
+constexpr int kLaneColumns = 128 / F::kBits;
+template <typename F>
+constexpr int kWarpColumns = 4 * kLaneColumns<F>;
+template <typename F>
+constexpr int kStep = kWarps * kWarpColumns<F>;
+static_assert(kFp8Block % kWarpColumns<E4M3> == 0 && kLaneColumns<E2M1> == kMxBlock && kLaneColumns<E2M1> == 2 * kNvBlock);
 
-// Eight E2M1 codes times `factor`, as pairs of the j-th and the (j + 4)-th, so that all are found by the same shifts.
-template <typename Half>
-__device__ void decode_pairs(std::uint32_t word, std::uint32_t factor, std::uint32_t (&pairs)[4]) {
-  constexpr int kPlace = Fp4Fields<Half>::kPlace;
-  constexpr auto moved = [](std::uint32_t word, int left) { return left >= 0 ? word << left : word >> -left; };
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const std::uint32_t magnitudes = moved(word, kPlace - 4 * j) & (0x00070007u << kPlace), signs = moved(word, 12 - 4 * j) & 0x80008000u;
-    pairs[j] = products(Half{}, magnitudes | signs, factor);
-  }
-}
-
-// Eight FP8 codes as pairs of neighbours.
+// Eight codes as pairs, of E2M1 times `factor`: there the j-th and the (j + 4)-th make one, so that all are found by the same shifts.
 template <typename F, typename Half>
-__device__ void decode_pairs(const std::uint32_t* words, std::uint32_t (&pairs)[4]) {
+__device__ void decode_pairs(const std::uint32_t* words, std::uint32_t factor, std::uint32_t (&pairs)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const auto codes = static_cast<__nv_fp8x2_storage_t>(words[j / 2] >> (j % 2 * 16));
-    const __half2 pair(__nv_cvt_fp8x2_to_halfraw2(codes, std::is_same_v<F, E4M3> ? __NV_E4M3 : __NV_E5M2));
-    if constexpr (std::is_same_v<Half, float16>) {
-      pairs[j] = reinterpret_cast<const std::uint32_t&>(pair);
-    } else {
-      const float2 both = __half22float2(pair);
-      pairs[j] = pair_of(Half{}, both.x, both.y);
-    }
+    if constexpr (F::kBits == 4) pairs[j] = decode_pair<Half>(words[0], j, factor);
+    else pairs[j] = decode_pair<F, Half>(words[j / 2] >> (j % 2 * 16));
   }
 }
 
@@ -100,106 +74,101 @@ __device__ void order_pairs(const uint4& x, std::uint32_t (&pairs)[4]) {
   }
 }
 
-// What a lane has of the weight at a time: codes, and scales that are bytes, of rows that are 8 apart.
-template <typename F, typename Half, typename Scale>
+// What a lane has of the weight at a time: 16 bytes of codes, and their scales if those are bytes, of kRows rows that are 8 apart.
+template <typename F, int kRows, typename Half, typename Scale>
 struct LanePart {
-  CodeWords<F, kLaneColumns> codes[kLaneRows] = {};
-  std::uint8_t scales[kLaneRows] = {};
+  CodeWords<F, kLaneColumns<F>> codes[kRows] = {};
+  std::uint16_t scales[kRows] = {};
 
-  // Eight columns of the i-th row and the next, as operands of two products.
-  __device__ void operands(int i, int half, std::uint32_t (&a)[2][4]) const {
+  // Eight columns, the piece-th, of the i-th row and the next, as operands of two products.
+  __device__ void operands(int i, int piece, std::uint32_t (&a)[2][4]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       std::uint32_t pairs[4];
-      const std::uint32_t* words = codes[i + r].at + half * (F::kBits / 4);
-      if constexpr (F::kBits == 8) decode_pairs<F, Half>(words, pairs);
-      else decode_pairs<Half>(*words, factor(i + r), pairs);
+      decode_pairs<F, Half>(codes[i + r].at + piece * (F::kBits / 4), factor(i + r, piece), pairs);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if constexpr (Scale::kIsByte && !kIsE4M3) pairs[j] = products(Half{}, pairs[j], twice(Scale::in_block(scales[i + r])));
+        if constexpr (kIsE8M0) pairs[j] = products(Half{}, pairs[j], twice(Scale::in_block(static_cast<std::uint8_t>(scales[i + r]))));
         a[j / 2][j % 2 * 2 + r] = pairs[j];
       }
     }
   }
-
-  static constexpr bool kIsE4M3 = std::is_same_v<Scale, E4M3Scale>;
+  static constexpr bool kIsE4M3 = std::is_same_v<Scale, E4M3Scale>, kIsE8M0 = std::is_same_v<Scale, E8M0Scale>;
   static constexpr float kOfSum = kIsE4M3 ? Fp4Fields<Half>::kFactor / Fp4Fields<Half>::kScaled : 1.0f;
 
  private:
   static __device__ std::uint32_t twice(float x) { return pair_of(Half{}, x, x); }
-  __device__ std::uint32_t factor(int i) const {
-    if constexpr (kIsE4M3) return twice(Scale::in_block(scales[i]) * Fp4Fields<Half>::kScaled);
+  __device__ std::uint32_t factor(int i, int piece) const {
+    if constexpr (kIsE4M3) return twice(Scale::in_block(static_cast<std::uint8_t>(scales[i] >> (piece / 2 * 8))) * Fp4Fields<Half>::kScaled);
     else return twice(Fp4Fields<Half>::kFactor);
   }
 };
 
 // Where the parts are, kStep columns apart.
-template <typename F, typename Half, typename Scale>
+template <typename F, int kRows, typename Half, typename Scale>
 class LaneParts {
  public:
-  __device__ LaneParts(const FewRows<Half>& p, const Scale& scale_of, const std::int64_t (&rows)[kLaneRows], std::int64_t column) {
+  __device__ LaneParts(const FewRows<Half>& p, const Scale& scale_of, const std::int64_t (&rows)[kRows], std::int64_t column) {
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       codes_[i] = p.codes + rows[i] * p.row_bytes + column * F::kBits / 8;
       if constexpr (Scale::kIsByte) scales_[i] = scale_of.address(rows[i], column);
     }
   }
 
-  __device__ LanePart<F, Half, Scale> take(bool is_there) {
-    LanePart<F, Half, Scale> part;
+  __device__ LanePart<F, kRows, Half, Scale> take(bool is_there) {
+    LanePart<F, kRows, Half, Scale> part;
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      if (is_there) part.codes[i] = load_codes<F, kLaneColumns>(codes_[i]);
-      codes_[i] += kStep * F::kBits / 8;
+    for (int i = 0; i < kRows; ++i) {
+      if (is_there) part.codes[i] = load_codes<F, kLaneColumns<F>>(codes_[i]);
+      codes_[i] += kStep<F> * F::kBits / 8;
       if constexpr (Scale::kIsByte) {
-        if (is_there) part.scales[i] = *scales_[i];
-        scales_[i] += kStep / Scale::kSize;
+        if (is_there) part.scales[i] = Scale::kSize == kNvBlock ? *reinterpret_cast<const std::uint16_t*>(scales_[i]) : *scales_[i];
+        scales_[i] += kStep<F> / Scale::kSize;
       }
     }
     return part;
   }
 
  private:
-  const std::uint8_t* codes_[kLaneRows];
-  const std::uint8_t* scales_[kLaneRows];
+  const std::uint8_t* codes_[kRows];
+  const std::uint8_t* scales_[kRows];
 };
 
-// kGroups of 8 rows of x.
-template <typename F, int kGroups, typename Half, typename Scale>
-__global__ void __launch_bounds__(kBlock, 2) few_rows_kernel(const __grid_constant__ FewRows<Half> p, const Scale scale_of) {
+// kTiles of the weight and of x. A multiprocessor has registers for 32 / kTiles such warps.
+template <typename F, int kTiles, typename Half, typename Scale>
+__global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kernel(const __grid_constant__ FewRows<Half> p, const Scale scale_of) {
+  constexpr int kRows = 2 * kTiles;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kBlockRows;
-  std::int64_t rows[kLaneRows];
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kTile * kTiles);
+  std::int64_t rows[kRows];
 #pragma unroll
-  for (int i = 0; i < kLaneRows; ++i) rows[i] = min(first + g + 8 * i, p.rows - 1);
-  int column = warp * kWarpColumns + t * kLaneColumns;
+  for (int i = 0; i < kRows; ++i) rows[i] = min(first + g + 8 * i, p.rows - 1);
+  int column = warp * kWarpColumns<F> + t * kLaneColumns<F>;
   const int columns = static_cast<int>(p.columns);
-  LaneParts<F, Half, Scale> parts_of(p, scale_of, rows, column);
-  const Half* x_rows = p.x + g * p.x_stride + column;
-  float sums[kTiles][kGroups][4] = {};
+  LaneParts<F, kRows, Half, Scale> parts_of(p, scale_of, rows, column);
+  const Half* x_row = p.x + g * p.x_stride + column;
+  float sums[kTiles][kTiles][4] = {};
   auto part = parts_of.take(column < columns);
-  for (int begin = warp * kWarpColumns; begin < columns; begin += kStep) {
-    const auto next = parts_of.take(column + kStep < columns);
-    uint4 x[kGroups][2] = {};
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n)
-      if (g + 8 * n < p.M && column < columns) {
-        x[n][0] = *reinterpret_cast<const uint4*>(x_rows + 8 * n * p.x_stride);
-        x[n][1] = *reinterpret_cast<const uint4*>(x_rows + 8 * n * p.x_stride + 8);
-      }
-    float unscaled[kTiles][kGroups][4] = {};
+  for (int begin = warp * kWarpColumns<F>; begin < columns; begin += kStep<F>) {
+    const auto next = parts_of.take(column + kStep<F> < columns);
+    float unscaled[kTiles][kTiles][4] = {};
     auto& into = Scale::kIsByte ? sums : unscaled;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      std::uint32_t b[kGroups][4];
+    for (int piece = 0; piece < kLaneColumns<F> / 8; ++piece) {
+      std::uint32_t b[kTiles][4];
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) order_pairs<F>(x[n][half], b[n]);
+      for (int n = 0; n < kTiles; ++n) {
+        uint4 x = {};
+        if (g + 8 * n < p.M && column < columns) x = *reinterpret_cast<const uint4*>(x_row + 8 * n * p.x_stride + 8 * piece);
+        order_pairs<F>(x, b[n]);
+      }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         std::uint32_t a[2][4];
-        part.operands(2 * i, half, a);
+        part.operands(2 * i, piece, a);
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
+        for (int n = 0; n < kTiles; ++n) {
           multiply_add(Half{}, a[0], {b[n][0], b[n][1]}, into[i][n]);
           multiply_add(Half{}, a[1], {b[n][2], b[n][3]}, into[i][n]);
         }
@@ -207,37 +176,37 @@ __global__ void __launch_bounds__(kBlock, 2) few_rows_kernel(const __grid_consta
     }
     if constexpr (!Scale::kIsByte) {
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i)
+      for (int i = 0; i < kRows; ++i) {
+        const float scale = scale_of.at(rows[i], begin);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float scale = scale_of.at(rows[2 * i + r], begin);
+        for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-          for (int n = 0; n < kGroups; ++n) {
-            sums[i][n][2 * r] = fmaf(scale, unscaled[i][n][2 * r], sums[i][n][2 * r]);
-            sums[i][n][2 * r + 1] = fmaf(scale, unscaled[i][n][2 * r + 1], sums[i][n][2 * r + 1]);
+          for (int c = 0; c < 2; ++c) {
+            float& sum = sums[i / 2][n][i % 2 * 2 + c];
+            sum = fmaf(scale, unscaled[i / 2][n][i % 2 * 2 + c], sum);
           }
-        }
+      }
     }
     part = next;
-    column += kStep;
-    x_rows += kStep;
+    column += kStep<F>;
+    x_row += kStep<F>;
   }
 
-  __shared__ float parts[kWarps][8 * kGroups][kBlockRows + 1];
+  __shared__ float parts[kWarps][8 * kTiles][kTile * kTiles + 1];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) parts[warp][8 * n + 2 * t + c % 2][kTile * i + g + c / 2 * 8] = sums[i][n][c];
   __syncthreads();
-  for (int e = threadIdx.x; e < p.M * kBlockRows; e += kBlock) {
-    const int m = e / kBlockRows, r = e % kBlockRows;
+  for (int e = threadIdx.x; e < p.M * kTile * kTiles; e += kThreads) {
+    const int m = e / (kTile * kTiles), r = e % (kTile * kTiles);
     if (first + r >= p.rows) continue;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += parts[w][m][r];
-    p.store(scale_of.of_sum(sum * LanePart<F, Half, Scale>::kOfSum), m, first + r);
+    p.store(scale_of.of_sum(sum * LanePart<F, kRows, Half, Scale>::kOfSum), m, first + r);
   }
 }
 
@@ -249,19 +218,22 @@ __global__ void few_float_rows_kernel(const __grid_constant__ FewRows<float> p, 
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= p.rows) return;
+  const auto& scale_at = scale_of.of_tensor();
   float sums[kM] = {};
   for (std::int64_t column = lane * kCodeChunk; column < p.columns; column += 32 * kCodeChunk) {
     const auto words = load_codes<F, kCodeChunk>(p.codes + row * p.row_bytes + column * F::kBits / 8);
-    const float scale = scale_of.at(row, column);
+    const float scale = scale_at.at(row, column);
+    float values[kCodeChunk];
+    words.values(values);
 #pragma unroll
     for (int i = 0; i < kCodeChunk; i += 4)
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         const float4 x = *reinterpret_cast<const float4*>(p.x + m * p.x_stride + column + i);
-        sums[m] = fmaf(x.x, words.value(i) * scale, sums[m]);
-        sums[m] = fmaf(x.y, words.value(i + 1) * scale, sums[m]);
-        sums[m] = fmaf(x.z, words.value(i + 2) * scale, sums[m]);
-        sums[m] = fmaf(x.w, words.value(i + 3) * scale, sums[m]);
+        sums[m] = fmaf(x.x, values[i] * scale, sums[m]);
+        sums[m] = fmaf(x.y, values[i + 1] * scale, sums[m]);
+        sums[m] = fmaf(x.z, values[i + 2] * scale, sums[m]);
+        sums[m] = fmaf(x.w, values[i + 3] * scale, sums[m]);
       }
   }
 #pragma unroll
@@ -279,7 +251,7 @@ void launch(const QuantGemmArgs& args, const Scale& scale, const ExecContext& ct
   const FewRows<T> p(args);
   if constexpr (std::is_same_v<T, float>) {
     const auto run = [&]<int kM>(std::integral_constant<int, kM>) {
-      few_float_rows_kernel<F, kM><<<blocks_of(p.rows, kWarps), kBlock, 0, stream_of(ctx)>>>(p, scale);
+      few_float_rows_kernel<F, kM><<<blocks_of(p.rows, kWarps), kThreads, 0, stream_of(ctx)>>>(p, scale);
     };
     switch (p.M) {
       case 1: return run(std::integral_constant<int, 1>{});
@@ -288,9 +260,9 @@ void launch(const QuantGemmArgs& args, const Scale& scale, const ExecContext& ct
       default: return run(std::integral_constant<int, 4>{});
     }
   } else if (p.M <= 8) {
-    few_rows_kernel<F, 1><<<blocks_of(p.rows, kBlockRows), kBlock, 0, stream_of(ctx)>>>(p, scale);
+    few_rows_kernel<F, 1><<<blocks_of(p.rows, kTile), kThreads, 0, stream_of(ctx)>>>(p, scale);
   } else {
-    few_rows_kernel<F, 2><<<blocks_of(p.rows, kBlockRows), kBlock, 0, stream_of(ctx)>>>(p, scale);
+    few_rows_kernel<F, 2><<<blocks_of(p.rows, 2 * kTile), kThreads, 0, stream_of(ctx)>>>(p, scale);
   }
 }
 
@@ -305,10 +277,11 @@ constexpr std::int64_t kMostColumns = 1 << 30;  // that kernels can count
 bool is_taken(const QuantGemmArgs& args) {
   const QuantView& w = args.w;
   const bool is_float = args.x.dtype == DType::f32;
-  return !args.of_rows && args.x.shape[0] <= (is_float ? 4 : 16) && w.columns % (is_float ? kCodeChunk : kLaneColumns) == 0 &&
-         w.columns <= kMostColumns && is_wide(args.x) &&
+  const int piece = is_float ? kCodeChunk : (w.spec.is_fp8() ? kLaneColumns<E4M3> : kLaneColumns<E2M1>);
+  return !args.of_rows && args.x.shape[0] <= (is_float ? 4 : 16) && w.columns % piece == 0 && w.columns <= kMostColumns && is_wide(args.x) &&
          args.x.strides[1] == 1 && args.out.strides[1] == 1 && (!args.bias.defined() || args.bias.is_contiguous()) &&
-         reinterpret_cast<std::uintptr_t>(w.codes.data) % 16 == 0 && !(args.x.dtype == DType::f16 && w.spec.format == QuantFormat::mxfp4);
+         reinterpret_cast<std::uintptr_t>(w.codes.data) % 16 == 0 && reinterpret_cast<std::uintptr_t>(w.scales.data) % 2 == 0 &&
+         !(args.x.dtype == DType::f16 && w.spec.format == QuantFormat::mxfp4);
 }
 
 }  // namespace

@@ -80,8 +80,8 @@ __global__ void encode_rows_kernel(const Rows<const T> x, float* scales, const C
   }
 }
 
-// A block of threads takes a tile of kFp8Block rows and columns, whose scale is at [blockIdx.y, blockIdx.x], and keeps it as it is stored: 64 elements
-// a thread. Without the bound the compiler keeps floats of 16-bit ones, in 132 registers.
+// A block of threads takes a tile of kFp8Block rows and columns, whose scale is at [blockIdx.y, blockIdx.x], and keeps it as it is stored, 64
+// elements a thread. Without the bound the compiler keeps floats of 16-bit ones, in 132 registers.
 template <typename F, typename T>
 __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 3 : 2) encode_tiles_kernel(const Rows<const T> x, float* scales, const Codes codes) {
   constexpr int kAcross = kFp8Block / kChunk, kStep = kBlock / kAcross, kChunks = kFp8Block / kStep;
@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 3 : 2) encode_tiles_k
 // The scale of the block that a chunk is a part of, from the chunk, if it is all, and the block's largest magnitude.
 struct MxScale {
   static constexpr int kSize = kMxBlock;
+  static constexpr bool kIsPower = true;
   MxRounding rounding;
   __device__ auto of_tensor() const {
     return [rounding = rounding](const float (&)[kChunk], float amax) { return mxfp4_scale(amax, rounding); };
@@ -123,6 +124,7 @@ struct MxScale {
 template <ScaleSearch search>
 struct NvScale {
   static constexpr int kSize = kNvBlock;
+  static constexpr bool kIsPower = false;
   const float* global;
   ScaleRounding rounding;
   __device__ auto of_tensor() const {
@@ -132,7 +134,8 @@ struct NvScale {
 
 // A block is one chunk, or those of two neighbouring threads.
 template <typename T, typename Scale>
-__global__ void encode_blocks_kernel(const Rows<const T> x, const Scale scale, std::uint8_t* scales, std::int64_t scale_stride, const Codes codes) {
+__global__ void __launch_bounds__(kBlock, 3) encode_blocks_kernel(const Rows<const T> x, const Scale scale, std::uint8_t* scales,
+                                                                  std::int64_t scale_stride, const Codes codes) {
   const auto scale_of = scale.of_tensor();
   for_chunks(x, [&](const Chunk<T>& chunk, int count, std::int64_t row, std::int64_t column) {
     float values[kChunk];
@@ -142,7 +145,8 @@ __global__ void encode_blocks_kernel(const Rows<const T> x, const Scale scale, s
     if (count <= 0) return;
     const ByteScale scale = scale_of(values, amax);
     if (column % Scale::kSize == 0) scales[row * scale_stride + column / Scale::kSize] = scale.code;
-    store_codes<E2M1>(values, scale.value, count, row, column, codes);
+    if constexpr (Scale::kIsPower) store_codes<E2M1>(values, PowerOfTwo{scale.code}, count, row, column, codes);
+    else store_codes<E2M1>(values, scale.value, count, row, column, codes);
   });
 }
 
