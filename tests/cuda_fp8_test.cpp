@@ -346,6 +346,16 @@ TEST_F(CudaFp8, ChangedWeightsAreQuantisedAnew) {
   EXPECT_TRUE(all_equal(side_by_side(layers.projections->forward(x)), scale(before, 2).to_doubles()));
 }
 
+// Codes written again would not be those that the first pass saved.
+TEST_F(CudaFp8, WeightsAreQuantisedOncePerVersion) {
+  const Layers layers(/*are_joined=*/true, /*have_biases=*/false);
+  const Tensor x = half({16, Layers::kIn}, 5).to(kCuda).set_requires_grad(true);
+  const Tensor y = layers.projections->forward(x)[0];
+  layers.projections->forward(x);
+
+  EXPECT_NO_THROW(y.backward(Tensor::full(y.shape(), 1.0, DType::bf16, kCuda)));
+}
+
 TEST_F(CudaFp8, ABackwardThroughWeightsThatHaveChangedIsAnError) {
   const Layers layers(/*are_joined=*/true, /*have_biases=*/false);
   const Tensor x = half({16, Layers::kIn}, 5).to(kCuda).set_requires_grad(true);
