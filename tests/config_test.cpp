@@ -163,10 +163,12 @@ TEST_F(Config, ResumeRefusesAnotherFunctionAndNotesAnotherTraining) {
   const RunConfig before = load(write(kRequiredKeys));
   const auto changes = [&](const std::vector<std::string>& overrides) { return resume_changes(before, load(write(kRequiredKeys), overrides)); };
 
-  const std::vector<std::string> function{"model.rope_theta=500", "model.num_attention_heads=4", "model.rms_norm_eps=1e-3", "train.precision=bf16"};
+  const std::vector<std::string> function{"model.rope_theta=500", "model.num_attention_heads=4", "model.rms_norm_eps=1e-3", "train.precision=bf16",
+                                          "train.fp8_history=8"};
   EXPECT_EQ(changes(function).refused,
             (std::vector<std::string>{"model.num_attention_heads 6, here 4", "model.num_key_value_heads 6, here 4", "model.head_dim 8, here 12",
-                                      "model.rms_norm_eps 1e-06, here 0.001", "model.rope_theta 10000, here 500", "train.precision fp32, here bf16"}));
+                                      "model.rms_norm_eps 1e-06, here 0.001", "model.rope_theta 10000, here 500", "train.precision fp32, here bf16",
+                                      "train.fp8_history 16, here 8"}));
   const ResumeChanges course = changes({"train.seed=2", "train.micro_batch_size=3", "train.max_steps=20", "model.resid_pdrop=0.5"});
   EXPECT_EQ(course.noted, (std::vector<std::string>{"model.resid_pdrop 0, here 0.5", "train.max_steps 10, here 20",
                                                     "train.micro_batch_size 16, here 3", "train.seed 1337, here 2"}));
