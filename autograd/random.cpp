@@ -45,6 +45,10 @@ Tensor uniform(const Shape& shape, double low, double high, Generator& generator
 
 // Box and Muller 1958.
 Tensor normal(const Shape& shape, double mean, double stddev, Generator& generator, DType dtype, Device device) {
+  if (stddev == 0) {  // as a model's weights are that are to be loaded: the same numbers without the work
+    generator.reserve(shape.numel(), 2);
+    return Tensor::full(shape, mean, dtype, device);
+  }
   return draw(shape, generator, dtype, device, [&](double u, double v) {
     const double radius = stddev * std::sqrt(-2.0 * std::log1p(-u));
     const double angle = 2.0 * std::numbers::pi * v;

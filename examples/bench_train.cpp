@@ -70,7 +70,7 @@ std::vector<double> time_updates(nn::CausalLM& model, const nn::Dataset& data, c
 int run_bench_train(const BenchTrainCommand& command) {
   const auto [run, device, data] = load_training(command.config, command.overrides);
   apply_settings(run, device);
-  nn::CausalLM model = make_model(run, device);
+  nn::CausalLM model = make_model(run, device, run.base ? Weights::loaded_next : Weights::drawn);
   start_from_base(run, model);
   use_precision(run, model);
   const double flop = flop_per_token(model, run);

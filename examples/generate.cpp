@@ -29,7 +29,7 @@ int run_generate(const GenerateCommand& command) {
   constexpr std::array kPasses = {AttentionPass::forward};
   const Device device = choose_attention_device(command.device, attention_problem(run), kPasses, run.attention.kernel);
   apply_settings(run, device);
-  nn::CausalLM model = make_model(run, device);
+  nn::CausalLM model = make_model(run, device, Weights::loaded_next);
   load_model_weights(command.model, run, model);
   if (!adapter.empty()) lora::load_adapter(adapter, model).attach(model);
   model.eval();

@@ -67,7 +67,7 @@ int run_quantize(const QuantizeCommand& command) {
     quant::written_layout(run.quantize->spec());
     out.emplace(command.output);
   }
-  nn::CausalLM model = make_model(run, choose_device(command.device));
+  nn::CausalLM model = make_model(run, choose_device(command.device), Weights::loaded_next);
   nn::load_weights(folder / "model.safetensors", model);
   if (command.compares) {
     std::cout << quant::scoreboard(model, excluded(command), command.only.empty() ? "*" : command.only);

@@ -112,9 +112,11 @@ void apply_settings(const config::RunConfig& run, Device device) {
   device_context(device).allow_tf32 = run.train.allow_tf32;
 }
 
-nn::CausalLM make_model(const config::RunConfig& run, Device device) {
+nn::CausalLM make_model(const config::RunConfig& run, Device device, Weights weights) {
+  nn::TransformerConfig config = run.model;
+  if (weights == Weights::loaded_next) config.initializer_range = 0;
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};
-  return nn::CausalLM(run.model, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
+  return nn::CausalLM(config, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
 }
 
 void follow_adapter(const std::filesystem::path& adapter, const std::filesystem::path& base, config::RunConfig& run) {

@@ -48,8 +48,9 @@ void use_threads(std::int64_t wanted, std::string_view source);
 // Puts a config's thread count, its wish for deterministic kernels and train.allow_tf32 into effect.
 void apply_settings(const config::RunConfig& run, Device device);
 
-// The model of a config on a device, with weights drawn from the config's seed.
-nn::CausalLM make_model(const config::RunConfig& run, Device device);
+// The model of a config on a device, with weights drawn from the config's seed, or of 0 where others are loaded next.
+enum class Weights { drawn, loaded_next };
+nn::CausalLM make_model(const config::RunConfig& run, Device device, Weights weights);
 
 // An adapter belongs on its base as that was in training: where the config in the adapter's folder quantises the base, whose folder holds
 // the plain model, `run` is to do so too, from weights of the same precision.

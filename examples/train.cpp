@@ -170,7 +170,7 @@ int run_train(const TrainCommand& command) {
       {{{"", "train"}, [&](const auto& config) { check_output_folder(command.config, config); }},
        {{"model", "data", "train"}, [&](const auto& config) { warnings = check_resume(config); }}});
   apply_settings(run, device);
-  nn::CausalLM model = make_model(run, device);
+  nn::CausalLM model = make_model(run, device, run.base ? Weights::loaded_next : Weights::drawn);
   const std::optional<lora::Adapter> adapter = start_from_base(run, model);
   use_precision(run, model);
   if (!command.graph.empty()) {

@@ -46,6 +46,14 @@ TEST(Generator, AnyNumberOfThreadsDrawsTheSameNumbers) {
   EXPECT_EQ(one, three);
 }
 
+TEST(Generator, WithoutDeviationDrawsTheMeanAndMovesOn) {
+  Generator still{.seed = 5}, drawn{.seed = 5};
+
+  EXPECT_EQ(normal({3, 5}, -2.5, 0.0, still).to_doubles(), std::vector<double>(15, -2.5));
+  normal({3, 5}, 0.0, 1.0, drawn);
+  EXPECT_EQ(still.offset, drawn.offset);
+}
+
 TEST(Generator, ConsecutiveDrawsAndOtherSeedsDiffer) {
   Generator generator{.seed = 5}, other{.seed = 6};
   const std::vector<double> first = uniform({8}, 0, 1, generator).to_doubles();
