@@ -56,7 +56,8 @@ struct AttentionForwardArgs {
 //   dout        [B, Sq, Hq, D]   dtype of q; any strides, stride 0 and a strided last dimension included
 //   dlse        [B, Hq, Sq]      dtype of lse, any strides; optional
 //   dq, dk, dv  shapes and dtype of q, k, v, any strides; written (=)
-// A row that sees no key has a zero gradient. With grouped heads dk and dv are sums over the group.
+// A row that sees no key has a zero gradient. With grouped heads dk and dv are sums over the group. What is not finite in a key or value
+// reaches dq of no row that does not see it.
 // Dao 2023, "FlashAttention-2", algorithm 2.
 struct AttentionBackwardArgs {
   ConstView q;

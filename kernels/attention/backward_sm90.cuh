@@ -34,7 +34,7 @@ struct BackwardParams {
   // Two counters, zero between launches: tiles handed out after the first round, and blocks done. Null if there is one round.
   unsigned* schedule;
   int row_tiles;    // of a head in the padded buffers
-  int query_step;   // from one query tile to the next, 1 or -1; see for_each_query_tile
+  bool alternates;  // see Note: Order of query tiles
   unsigned* turns;  // [Hq, rows.total_rows / kRows, kConsumers], zeros; if sums of dq are deterministic: see Note: Turns of key tiles
 };
 
@@ -67,7 +67,8 @@ struct BackwardWork {
   int batch, query_row, key_row;  // of the tensors: the sequence's first query, the tile's first key
   int keys;                       // of the tile; not above 0 past the end
   int diagonal;    // with a causal mask, the first query that sees the tile's first key; each further key hides one more
-  int first, end;  // query tiles that see a key of it
+  int query_tiles;  // that see a key of it
+  int begin, step;  // the first of them, and from one to the next, 1 or -1; see Note: Order of query tiles
   int queries, last_key;  // of the sequence: how many, and the last, counted from the tile's first; only if deterministic
   int begin_row, end_row;  // rows of queries outside are none of the sequence's, or see no key; none if TMA clears them
   std::int64_t padded;  // the sequence's first query in the padded buffers
@@ -88,11 +89,12 @@ struct BackwardMemory {
   Barrier query_full[Tile::kQueryStages], query_empty[Tile::kQueryStages];
   Barrier grad_full[Tile::kGradStages], grad_empty[Tile::kGradStages];
   Barrier key_full, key_empty, value_full, value_empty;
+  Barrier dq_empty[Tile::kConsumers];
   float key_flags[Tile::kColumns];  // see Note: Keys that are not finite
 };
 
 // Named barriers; those with a warpgroup's number added come in pairs.
-constexpr int kDscoresStored = 1, kDqFull = 2, kDqEmpty = 4, kStaging = 6;
+constexpr int kDscoresStored = 1, kDqFull = 2, kStaging = 4;
 
 // Writes what a block does with the tile of keys `index`. Causal tiles go longest first: the first keys are seen by most
 // queries. See Note: Tile order. Deterministic sums of dq begin with the last keys.
@@ -123,8 +125,12 @@ __device__ __forceinline__ void describe_work(const BackwardParams& p, unsigned 
   work.diagonal = first_key + Sq - Sk;
   work.begin_row = kCausal ? Sq - Sk : 0;
   work.end_row = p.cu_seqlens_k != nullptr ? Sq : INT_MAX;
-  work.end = work.keys > 0 ? (Sq + Tile::kRows - 1) / Tile::kRows : 0;
-  work.first = kCausal ? min(work.end, max(0, work.diagonal) / Tile::kRows) : 0;
+  const int end = work.keys > 0 ? (Sq + Tile::kRows - 1) / Tile::kRows : 0;
+  const int first = kCausal ? min(end, max(0, work.diagonal) / Tile::kRows) : 0;
+  work.query_tiles = end - first;
+  const bool goes_down = kCausal && p.alternates && within / gridDim.x % 2 == 0;
+  work.step = goes_down ? -1 : 1;
+  work.begin = goes_down ? end - 1 : first;
 }
 
 // The first row of a query tile in the padded buffers.
@@ -133,23 +139,21 @@ __device__ __forceinline__ std::int64_t padded_row(const BackwardParams& p, cons
   return head * p.rows.total_rows + work.padded + row_tile * Tile::kRows;
 }
 
-// The query tile that a block begins with.
-template <bool kCausal>
-__device__ __forceinline__ int first_query_tile(const BackwardParams& p, const BackwardWork& work) {
-  return kCausal && p.query_step < 0 ? work.end - 1 : work.first;
-}
+// Note: Order of query tiles
+// The heads of a group take turns at each query tile, so that blocks with other keys are at most a few tiles apart in all of them and
+// find queries and dq in the L2 cache. With one head after the other, causal blocks, which differ in length, drift apart.
+// So a block's first causal tile goes from the last queries, which see all keys, down to its diagonal; its second from there up; and so
+// on. Tiles are handed out longest first, and the block that ends first, with tile n1, gets the longest one left, n2. Their sum is the
+// same for all blocks, and then all of them are at the same queries again. Not if dq is summed in turns, where a block is the first
+// to add at its diagonal, and not without groups, where the queries of a section of heads fit in the cache.
 
-// Calls visit(m, head) for each query tile and head, in the order in which all warps handle them. The heads of a group take
-// turns at each query tile: blocks with other keys are then at most a few tiles apart in all of them and find queries and dq in
-// the L2 cache. With one head after the other, causal blocks, which differ in length, drift apart. They also begin with the last
-// queries, which all of them see; but not if dq is summed in turns, where a block is the first to add at its diagonal.
+// Calls visit(m, head) for each query tile and head, in the order in which all warps handle them.
 template <bool kCausal, typename Visit>
 __device__ __forceinline__ void for_each_query_tile(const BackwardParams& p, const BackwardWork& work, const Visit& visit) {
-  int m = first_query_tile<kCausal>(p, work);
 #pragma unroll 1  // unrolled, the loaders spill
-  for (int count = work.end - work.first; count > 0; --count, m += kCausal ? p.query_step : 1)
+  for (int i = 0; i < work.query_tiles; ++i)
 #pragma unroll 1
-    for (int head = 0; head < p.group; ++head) visit(m, work.key_head * p.group + head);
+    for (int head = 0; head < p.group; ++head) visit(kCausal ? work.begin + i * work.step : i, work.key_head * p.group + head);
 }
 
 // Calls visit(work) for each tile of keys that this block gets.
@@ -188,7 +192,7 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& p, Backwar
       bulk_load(memory.lse[ring.stage], p.lse_log2 + padded_row<Tile>(p, work, head, m), Tile::kRowBytes, full);
       ring.advance();
       // After queries, which need not wait for the end of the tile before.
-      if (m != first_query_tile<kCausal>(p, work) || head != work.key_head * p.group) return;
+      if (m != work.begin || head != work.key_head * p.group) return;
       memory.key_empty.wait(key_phase);
       key_phase ^= 1;
       memory.key_full.arrive_expect(Tile::kKeyBytes);
@@ -205,7 +209,7 @@ __device__ __forceinline__ void produce_gradients(const BackwardParams& p, Backw
   RingPosition<Tile::kGradStages> ring;
   std::uint32_t value_phase = 1;
   for_each_work(memory, true, [&](const BackwardWork& work) {
-    if (work.first == work.end) return;
+    if (work.query_tiles == 0) return;
     memory.value_empty.wait(value_phase);
     value_phase ^= 1;
     memory.value_full.arrive_expect(Tile::kKeyBytes);
@@ -261,9 +265,9 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory
         bulk_add(p.dq_sum + padded_row<Tile>(p, work, head, m) * Tile::kHeadSize + group * 64 * 64, memory.dq[group], Tile::kBlockBytes);
         bulk_commit();
         bulk_wait_read();
+        memory.dq_empty[group].arrive();
       }
       __syncwarp();
-      named_arrive(kDqEmpty + group, 160);
       if constexpr (kDeterministic) {
         if (is_leader) {
           bulk_wait();
@@ -298,7 +302,6 @@ struct BackwardConsumer {
   static constexpr int kScores = Tile::kRows / 2;  // accumulators a thread
   static constexpr int kGrads = Tile::kHeadSize / 2;
   static constexpr int kRowBytes = Tile::kHeadSize * 2;
-  static constexpr bool kGuardsKeys = kCausal && kDeterministic;
 
   const BackwardParams& p;
   BackwardMemory<Tile>& memory;
@@ -308,7 +311,7 @@ struct BackwardConsumer {
   float dk[kGrads], dv[kGrads];
   std::uint32_t dscores[kScores / 2];  // of the query tile before, packed
   int keys, diagonal, begin_row, end_row;  // of the tile of keys; see BackwardWork
-  bool has_flags;  // see Note: Keys that are not finite
+  bool found_not_finite, has_flags;  // see Note: Keys that are not finite
   RingPosition<Tile::kQueryStages> query_ring;
   std::uint32_t rows_done = 0, tiles_done = 0;  // query tiles and key tiles of this block: they tell stages and phases
 
@@ -371,17 +374,15 @@ struct BackwardConsumer {
   }
 
   // Note: Keys that are not finite
-  // With a causal mask, the product of a zero and such a key would reach dq of rows that do not see it. The deterministic kernel
-  // looks for them when a tile arrives: the key's flag becomes NaN and is added to its scores, and what is not finite becomes 0.
-  __device__ __forceinline__ bool flag_keys() {
-    const int thread = group * 128 + this->thread;
-    auto* const chunks = reinterpret_cast<uint4*>(memory.key);
-    std::uint32_t found = 0;
-#pragma unroll 4
-    for (int i = thread; i < Tile::kKeyBytes / 16; i += 256) found |= not_finite(chunks[i], T());
-    if (!named_any(kDscoresStored, 256, found != 0)) return false;
-    if (thread < Tile::kColumns) {
+  // With a causal mask, the product of a zero and such a key would reach dq of rows that do not see it. Every score of such a key
+  // is not finite either, so a tile on the diagonal looks at one score a key. If it finds one, what is not finite becomes 0 in the
+  // tile of keys, and the key's flag NaN, which is added to its scores from then on. Values show in dp in the same way.
+  __device__ __forceinline__ void hide_keys() {
+    wgmma_wait<0>();
+    named_sync(kDscoresStored, 256);
+    if (group == 0) {
       bool is_finite = true;
+#pragma unroll 1
       for (int i = 0; i < Tile::kHeadSize / 2; ++i) {
         std::uint32_t& pair = reinterpret_cast<std::uint32_t*>(memory.key)[(i / 32 * Tile::kColumns + thread) * 32 + i % 32];
         const std::uint32_t bad = not_finite(pair, T()) >> 15;
@@ -392,7 +393,7 @@ struct BackwardConsumer {
     }
     fence_async_proxy();
     named_sync(kDscoresStored, 256);
-    return true;
+    has_flags = true;
   }
 
   __device__ __forceinline__ void add_flags(float (&scores)[kScores]) {
@@ -458,15 +459,17 @@ struct BackwardConsumer {
       std::uint8_t* to = memory.dscores[rows_done % 2] + panel * Tile::kColumns * 128 + key * 128 + ((chunk ^ (key & 7)) * 16);
       store_matrices(to, {dscores[4 * step], dscores[4 * step + 1], dscores[4 * step + 2], dscores[4 * step + 3]});
     }
-    fence_async_proxy();
   }
 
-  // Leaves dq to the writer. The first block of a tile needs no wait: its predecessor's were taken before the results.
-  __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], bool is_first) {
-    if (!is_first) named_sync(kDqEmpty + group, 160);
+  // Where the writer finds it, once it has taken the block before.
+  __device__ __forceinline__ void store_dq(const float (&dq)[32]) {
+    memory.dq_empty[group].wait(rows_done & 1);
     auto* to = reinterpret_cast<float4*>(memory.dq[group]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) to[128 * j + thread] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+  }
+  // Apart from store_dq, so that the fence finds its stores done.
+  __device__ __forceinline__ void hand_over_dq() {
     fence_async_proxy();
     named_arrive(kDqFull + group, 160);
   }
@@ -480,7 +483,9 @@ struct BackwardConsumer {
   }
   // Waits until both warpgroups are done with the query tile before: its ds is stored, and its dout and delta can go.
   __device__ __forceinline__ void meet() {
-    named_sync(kDscoresStored, 256);
+    fence_async_proxy();
+    if constexpr (!kCausal) named_sync(kDscoresStored, 256);
+    else if (named_any(kDscoresStored, 256, found_not_finite) && !has_flags) hide_keys();
     if (thread == 0) memory.grad_empty[(rows_done + 1) % 2].arrive();
   }
 
@@ -488,7 +493,7 @@ struct BackwardConsumer {
   // wait for all of it. Under the products they would need dq, ds and scores in registers at once; with one waiting for dq after
   // them, 4 16 4096 128 ran at 557 instead of 631 TFLOP/s.
   template <bool kFirst>
-  __device__ __forceinline__ void step(int row_tile, bool is_second) {
+  __device__ __forceinline__ void step(int row_tile) {
     float scores[kScores], dprobabilities[kScores];
     std::uint32_t probabilities[kScores / 2];
     const int query_stage = query_ring.stage, grad_stage = rows_done % 2;
@@ -501,22 +506,27 @@ struct BackwardConsumer {
       issue_dq(dq);
       issue_gradient(dk, dscores, memory.query[last_query_stage()]);
       wgmma_wait<1>();
-      hand_over_dq(dq, is_second);
+      store_dq(dq);
     } else {
       memory.value_full.wait(tiles_done % 2);
     }
     wgmma_wait<0>();
     if constexpr (!kFirst) release_query();
-    if (kGuardsKeys && has_flags) add_flags(scores);
-    if (needs_mask(row_tile)) mask(scores, row_tile, -INFINITY);
+    if (kCausal && has_flags) add_flags(scores);
+    found_not_finite = false;
+    if (needs_mask(row_tile)) {
+      found_not_finite = kCausal && !(isfinite(scores[0]) && isfinite(scores[2]));
+      mask(scores, row_tile, -INFINITY);
+    }
     exponentiate(scores, memory.lse[query_stage], probabilities);
+    if constexpr (!kFirst) hand_over_dq();
     memory.grad_full[grad_stage].wait(rows_done / 2 % 2);
     clear_queries(memory.grad[grad_stage], row_tile);
     issue_transposed(dprobabilities, memory.value, memory.grad[grad_stage]);
     issue_gradient(dv, probabilities, memory.grad[grad_stage]);
     wgmma_wait<1>();
     // What a hidden value made of them may be NaN.
-    if (kGuardsKeys && needs_mask(row_tile)) mask(dprobabilities, row_tile, 0.0f);
+    if (kCausal && needs_mask(row_tile) && !(isfinite(dprobabilities[0]) && isfinite(dprobabilities[2]))) mask(dprobabilities, row_tile, 0.0f);
     differentiate(probabilities, dprobabilities, memory.delta[grad_stage]);
     store_dscores();
     wgmma_wait<0>();
@@ -557,7 +567,7 @@ struct BackwardConsumer {
   }
 
   // dq and dk of the last query tile, and dv of the key tile.
-  __device__ __forceinline__ void finish(const BackwardWork& work, bool is_only) {
+  __device__ __forceinline__ void finish(const BackwardWork& work) {
     meet();
     float dq[32];
     issue_dq(dq);
@@ -568,15 +578,16 @@ struct BackwardConsumer {
     named_sync(kStaging + group, 128);
     if (thread == 0) memory.value_empty.arrive();
     wgmma_wait<1>();
-    hand_over_dq(dq, is_only);
+    store_dq(dq);
+    hand_over_dq();
     wgmma_wait<0>();
     release_query();
     if (thread == 0) memory.key_empty.arrive();
   }
 
   __device__ __forceinline__ void run_tile(const BackwardWork& work) {
-    const int count = (work.end - work.first) * p.group;
-    int row_tile = first_query_tile<kCausal>(p, work), head = 0;
+    const int count = work.query_tiles * p.group;
+    int row_tile = work.begin, head = 0;
     keys = work.keys;
     diagonal = work.diagonal;
     begin_row = work.begin_row;
@@ -587,18 +598,18 @@ struct BackwardConsumer {
       memory.value_full.wait(tiles_done % 2);
       clear_rows(memory.value, Tile::kColumns, 0, keys);
     }
-    if constexpr (kGuardsKeys) has_flags = flag_keys();
-    step<true>(row_tile, false);
+    found_not_finite = has_flags = false;
+    step<true>(row_tile);
     for (int i = 1; i < count; ++i) {
       if (++head == p.group) {
         head = 0;
-        row_tile += kCausal ? p.query_step : 1;
+        row_tile += kCausal ? work.step : 1;
       }
-      step<false>(row_tile, i == 1);
+      step<false>(row_tile);
     }
-    finish(work, count == 1);
+    finish(work);
     ++tiles_done;
-    named_sync(kDqEmpty + group, 160);
+    memory.dq_empty[group].wait(rows_done & 1 ^ 1);  // results leave through it
   }
 
   __device__ __forceinline__ void consume() {
@@ -609,7 +620,7 @@ struct BackwardConsumer {
       if (work.key_head < 0) return;
 #pragma unroll
       for (int i = 0; i < kGrads; ++i) dk[i] = dv[i] = 0.0f;
-      if (work.first < work.end) run_tile(work);
+      if (work.query_tiles > 0) run_tile(work);
       else write_dv(work, memory.dq[group]);
       write_dk(work, memory.dq[group]);
       named_sync(kStaging + group, 128);  // all have read the work
@@ -641,6 +652,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(c
       memory.grad_empty[stage].init(Tile::kConsumers);
     }
     memory.key_full.init(1);
+    for (int i = 0; i < Tile::kConsumers; ++i) memory.dq_empty[i].init(1);
     memory.value_full.init(1);
     memory.key_empty.init(Tile::kConsumers);
     memory.value_empty.init(Tile::kConsumers);

@@ -34,7 +34,7 @@ BackwardParams backward_params(const AttentionBackwardArgs& args, const Backward
   p.dq_sum = plan.dq_sum;
   p.turns = plan.turns;
   p.row_tiles = static_cast<int>(plan.rows.total_rows / Tile::kRows);
-  p.query_step = args.is_causal && group > 1 && plan.turns == nullptr ? -1 : 1;
+  p.alternates = args.is_causal && group > 1 && plan.turns == nullptr;
   p.dk = args.dk.data;
   p.dk_batch = dk.strides[0];
   p.dk_row = dk.strides[1];
