@@ -9,7 +9,9 @@
 #include <system_error>
 #include <utility>
 
+#include "nn/fingerprint.h"
 #include "nn/posix_file.h"
+#include "nn/tokenizer.h"
 
 namespace heddle::nn {
 namespace {
@@ -48,13 +50,10 @@ void expand(const fs::path& folder, const std::vector<std::string>& components, 
   }
 }
 
-// 64 bits of FNV-1a (Fowler, Noll and Vo) over the tokens, in hexadecimal.
 std::string hash_of(const std::vector<std::int32_t>& tokens) {
-  std::uint64_t hash = 0xCBF29CE484222325u;
-  for (const std::int32_t token : tokens) hash = (hash ^ static_cast<std::uint32_t>(token)) * 0x100000001B3u;
-  std::string out(16, '0');
-  for (std::size_t i = out.size(); i-- > 0; hash >>= 4) out[i] = "0123456789abcdef"[hash & 15];
-  return out;
+  Fingerprint out;
+  out.add(tokens.data(), tokens.size() * sizeof(tokens[0]));
+  return out.text();
 }
 
 }  // namespace
@@ -87,8 +86,10 @@ TextData::TextData(TextCorpus corpus, std::int64_t sequence_length, double valid
     : Dataset(seed), corpus_(std::move(corpus)) {
   const std::int64_t window = sequence_length + 1;
   const auto token_count = static_cast<std::int64_t>(corpus_.tokens.size());
-  if (token_count < window) {
-    throw BadValue("data.sequence_length", concat_text("fewer than the ", token_count, " tokens of the text"),
+  if (token_count < 4) throw BadValue("data.files", "files of at least 4 bytes in all", std::to_string(token_count));
+  if (token_count < 2 * window) {
+    throw BadValue("data.sequence_length", concat_text("at most ", token_count / 2 - 1, ", for the ", token_count,
+                                                       " tokens of the text to give a training and a held-out window"),
                    std::to_string(sequence_length));
   }
   const std::int64_t windows = token_count / window;

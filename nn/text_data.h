@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "nn/data.h"
-#include "nn/tokenizer.h"
 
 namespace heddle::nn {
 

@@ -137,16 +137,21 @@ TEST(TextData, HeldOutWindowsDoNotDependOnTheSeed) {
   EXPECT_EQ(ids_of(a.eval_batch(0, 13)), ids_of(b.eval_batch(0, 13)));
 }
 
-TEST(TextData, TextShorterThanAWindowSaysWhatItNeeds) {
-  const auto make = [] { TextData(counted(500), /*sequence_length=*/1024, 0.05, 1); };
+TEST(TextData, TextShorterThanTwoWindowsSaysWhatFits) {
+  const auto make = [](std::int64_t length) { TextData(counted(501), length, /*validation_fraction=*/0.5, 1); };
 
-  EXPECT_EQ(error_of(make), "data.sequence_length: expected fewer than the 500 tokens of the text, got 1024");
+  for (const std::int64_t length : {1024, 250})
+    EXPECT_EQ(error_of([&] { make(length); }),
+              concat_text("data.sequence_length: expected at most 249, for the 501 tokens of the text to give a training and a held-out "
+                          "window, got ", length));
+  EXPECT_EQ(error_of([&] { make(249); }), "no error");
 }
 
-TEST(TextData, EmptyTextIsTooShort) {
-  const auto make = [] { TextData(counted(0), /*sequence_length=*/4, 0.05, 1); };
-
-  EXPECT_EQ(error_of(make), "data.sequence_length: expected fewer than the 0 tokens of the text, got 4");
+TEST(TextData, TextWithoutAnyTwoWindowsIsRefused) {
+  for (const std::int64_t size : {0, 3})
+    EXPECT_EQ(error_of([&] { TextData(counted(size), /*sequence_length=*/1, 0.5, 1); }),
+              concat_text("data.files: expected files of at least 4 bytes in all, got ", size));
+  EXPECT_EQ(error_of([] { TextData(counted(4), /*sequence_length=*/1, 0.5, 1); }), "no error");
 }
 
 TEST(TextData, EmptyHeldOutSplitIsRefused) {
@@ -157,10 +162,10 @@ TEST(TextData, EmptyHeldOutSplitIsRefused) {
 }
 
 TEST(TextData, EmptyTrainingSplitIsRefused) {
-  const auto make = [] { TextData(counted(19), /*sequence_length=*/9, /*validation_fraction=*/0.5, 1); };
+  const auto make = [] { TextData(counted(29), /*sequence_length=*/9, /*validation_fraction=*/0.9, 1); };
 
-  EXPECT_EQ(error_of(make), "data.validation_fraction: expected a share that leaves at least one for training of the 1 "
-                            "windows of 10 tokens, got 0.5");
+  EXPECT_EQ(error_of(make), "data.validation_fraction: expected a share that leaves at least one for training of the 2 "
+                            "windows of 10 tokens, got 0.9");
 }
 
 TEST_F(TextFiles, PatternsFindSortedFilesOnce) {
@@ -219,7 +224,7 @@ TEST_F(TextFiles, ConfigMakesTextData) {
   const auto data = make_dataset(config, /*seed=*/1, root_);
 
   // 20 windows of 20 tokens, two held out: number 5 and number 15. Between and around them are 100, 180 and 80 tokens.
-  EXPECT_EQ(data->describe(), "text: 1 file, 400 tokens with hash 20b18882ef7248f5, 2 held-out windows of 20 tokens, 303 places to start a "
+  EXPECT_EQ(data->describe(), "text: 1 file, 400 tokens with hash 1097d596a3fa9cc8, 2 held-out windows of 20 tokens, 303 places to start a "
                               "training window");
 }
 
