@@ -8,7 +8,6 @@
 #include <set>
 #include <utility>
 
-#include "autograd/grad_mode.h"
 #include "autograd/ops.h"
 #include "lora/name_pattern.h"
 #include "lora/pissa.h"
@@ -112,7 +111,6 @@ std::vector<std::shared_ptr<nn::LinearBase>> take_principal_part(AdaptedLayer& l
   std::vector<std::shared_ptr<nn::LinearBase>> out;
   std::int64_t row = 0;
   for (const auto& part : parts) {
-    HEDDLE_CHECK(dynamic_cast<const nn::Linear*>(part.get()) != nullptr, "lora: init_lora_weights pissa needs layers that are not quantised");
     out.push_back(std::make_shared<nn::Linear>(slice(residual, 0, row, row + part->out_features()), part->bias()));
     out.back()->freeze();
     row += part->out_features();
@@ -188,17 +186,19 @@ Adapter::Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const Lo
     HEDDLE_CHECK(at != found.end(), "lora: the model has no linear layer '", name, "'");
     return at->second;
   };
-  model.freeze();
-  const Tensor like = layer(plan.front().names.front())->dense_weight();
+  const bool is_pissa = config.init_lora_weights == InitLoraWeights::pissa;
   std::int64_t a_size = 0, b_size = 0, weight_size = 0;
   for (const LayerPlan& item : plan) {
     a_size += item.r * layer(item.names.front())->in_features();
     for (const std::string& name : item.names) {
+      HEDDLE_CHECK(!is_pissa || dynamic_cast<const nn::Linear*>(layer(name).get()) != nullptr, "lora: ", name,
+                   " is quantised, and init_lora_weights pissa takes weights apart; choose true or gaussian, or leave the layer unquantised");
       b_size += item.r * layer(name)->out_features();
       weight_size += layer(name)->in_features() * layer(name)->out_features();
     }
   }
-  const bool is_pissa = config.init_lora_weights == InitLoraWeights::pissa;
+  model.freeze();
+  const Tensor like = layer(plan.front().names.front())->dense_weight();
   const DType factor_dtype = dtype.value_or(like.dtype());
   Pool as(a_size, factor_dtype, like.device()), bs(b_size, factor_dtype, like.device());
   Pool residuals(is_pissa ? weight_size : 0, like.dtype(), like.device());

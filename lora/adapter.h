@@ -50,7 +50,7 @@ class Adapter {
  public:
   // Freezes every parameter of the model, then makes the factors of the planned layers from `generator`, in the layers' dtype or the
   // given one (LoraFactors). A of layers that follow each other lie one after another in memory. Nothing is attached yet. Throws
-  // heddle::Error, changing nothing, if the model has an adapter attached.
+  // heddle::Error, changing nothing, if the model has an adapter attached, has not all of the layers, or for PiSSA of a quantised one.
   Adapter(nn::Module& model, const std::vector<LayerPlan>& plan, const LoraConfig& config, Generator& generator,
           std::optional<DType> dtype = std::nullopt);
 

@@ -364,6 +364,17 @@ TEST(Adapter, AdaptsAQuantisedLayerAndMergesItOnlyWhenAsked) {
   EXPECT_TRUE(all_close(model.forward(ids()), output, 1e-12));
 }
 
+TEST(Adapter, PissaOfAQuantisedLayerIsRefusedAndChangesNothing) {
+  nn::CausalLM model = tiny_model(tiny_config());
+  model.replace_child("model.layers.1.self_attn.k_proj", std::make_shared<CodedLinear>(random_tensor({12, 12}, DType::f32)));
+  const std::size_t trainable = model.trainable_parameters().size();
+
+  EXPECT_EQ(error_of([&] { adapt(model, {.init_lora_weights = InitLoraWeights::pissa}); }),
+            "lora: model.layers.1.self_attn.k_proj is quantised, and init_lora_weights pissa takes weights apart; choose true or gaussian, or leave "
+            "the layer unquantised");
+  EXPECT_EQ(model.trainable_parameters().size(), trainable);
+}
+
 TEST(Adapter, NamesItsLayersOfZeros) {
   nn::CausalLM model = tiny_model(tiny_config(), 1, DType::bf16);
   {
