@@ -342,8 +342,8 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
   if (const auto found = file.metadata().find(kFingerprintKey); found != file.metadata().end()) {
     const std::string own = base_fingerprint(model);
     HEDDLE_CHECK(found->second == own, printable_path(folder), " was trained on another base than this model (fingerprint ",
-                 nn::printable(found->second), ", this one has ", own, "); use it with its own: ",
-                 config.base_model_name_or_path.empty() ? "not recorded" : nn::printable(config.base_model_name_or_path));
+                 nn::printable(found->second), ", this one has ", own, "); use it with its own",
+                 config.base_model_name_or_path.empty() ? "" : ", then at " + nn::printable(config.base_model_name_or_path));
   }
   const Contents contents = read_contents(file, config, hf_layers(model), folder);
   const DType own = model.parameters().front().tensor.dtype();

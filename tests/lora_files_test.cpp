@@ -327,7 +327,7 @@ TEST(AdapterFile, AnAdapterOfAnotherBaseIsRefused) {
 
   EXPECT_EQ(error_of([&] { load_adapter(out / "a", other); }),
             (out / "a").string() + " was trained on another base than this model (fingerprint " + base_fingerprint(trained_on) +
-                ", this one has " + base_fingerprint(other) + "); use it with its own: runs/base");
+                ", this one has " + base_fingerprint(other) + "); use it with its own, then at runs/base");
   EXPECT_EQ(error_of([&] { load_adapter(out / "a", trained_on); }), "no error");
 }
 
