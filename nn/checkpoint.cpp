@@ -182,7 +182,15 @@ void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM
     restore.problem(file, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
 }
 
-bool holds_adapter(const fs::path& folder) { return fs::exists(folder / kAdapterFile) && !fs::exists(folder / kWeightsFile); }
+// Whether there is something at a path of the user's; throws if that cannot be known.
+bool is_present(const fs::path& path) {
+  std::error_code error;
+  const bool found = fs::exists(path, error);
+  if (error) throw_file_error("cannot examine", path, error.value());
+  return found;
+}
+
+bool holds_adapter(const fs::path& folder) { return is_present(folder / kAdapterFile) && !is_present(folder / kWeightsFile); }
 
 // Both throw if a file is missing or damaged.
 void check_weights(const fs::path& folder) {
@@ -275,16 +283,17 @@ std::optional<Checkpoint> find_best_checkpoint(const fs::path& output_dir) {
 }
 
 Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
-  HEDDLE_CHECK(fs::is_directory(path), printable_path(path), " is not a folder; give a checkpoint or the output folder of a run");
-  if (fs::exists(path / kStateFile) || fs::exists(path / kWeightsFile)) return check_folder(path);
+  HEDDLE_CHECK(is_present(path) && fs::is_directory(path), printable_path(path), " is not a folder; give a checkpoint or the output folder of a run");
+  if (is_present(path / kStateFile) || is_present(path / kWeightsFile)) return check_folder(path);
   std::ostringstream damage;
   const auto last = find_last_checkpoint(path, &damage);
-  HEDDLE_CHECK(last, printable_path(path), " holds no complete checkpoint", damage.view().empty() ? "" : "\n", damage.view());
+  HEDDLE_CHECK(last, printable_path(path), " holds no complete checkpoint; give one, or the output folder of a run",
+               damage.view().empty() ? "" : "\n", damage.view());
   return pick == Pick::best ? *find_best_checkpoint(path) : *last;
 }
 
 fs::path open_weights(const fs::path& path) {
-  const bool is_run = !fs::exists(path / kStateFile) && !fs::exists(path / kWeightsFile) && !holds_adapter(path);
+  const bool is_run = !is_present(path / kStateFile) && !is_present(path / kWeightsFile) && !holds_adapter(path);
   const fs::path folder = is_run ? open_checkpoint(path, Pick::best).folder : path;
   HEDDLE_CHECK(!holds_adapter(folder), printable_path(folder), " holds an adapter and not the model it was trained on; give that one");
   check_weights(folder);
@@ -292,8 +301,8 @@ fs::path open_weights(const fs::path& path) {
 }
 
 fs::path open_adapter(const fs::path& path) {
-  const fs::path folder = fs::exists(path / kAdapterFile) ? path : open_checkpoint(path, Pick::best).folder;
-  HEDDLE_CHECK(fs::exists(folder / kAdapterFile), printable_path(folder), " holds a model and not an adapter");
+  const fs::path folder = is_present(path / kAdapterFile) ? path : open_checkpoint(path, Pick::best).folder;
+  HEDDLE_CHECK(is_present(folder / kAdapterFile), printable_path(folder), " holds a model and not an adapter");
   return folder;
 }
 

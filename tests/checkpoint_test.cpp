@@ -344,7 +344,16 @@ TEST(FindCheckpoint, EmptyOrMissingFolderHasNone) {
 
   EXPECT_FALSE(find_last_checkpoint(folder.path()));
   EXPECT_FALSE(find_last_checkpoint(folder / "missing"));
-  EXPECT_EQ(error_of([&] { open_checkpoint(folder.path(), Pick::last); }), folder.path().string() + " holds no complete checkpoint");
+  EXPECT_EQ(error_of([&] { open_checkpoint(folder.path(), Pick::last); }), folder.path().string() +
+            " holds no complete checkpoint; give one, or the output folder of a run");
+}
+
+TEST(FindCheckpoint, APathThatCannotBeExaminedIsNamed) {
+  const std::string path(300, 'x');  // more than a name may have
+
+  EXPECT_EQ(error_of([&] { open_checkpoint(path, Pick::last); }), "cannot examine " + path + ": File name too long");
+  EXPECT_EQ(error_of([&] { open_weights(path); }), "cannot examine " + path + "/trainer_state.json: File name too long");
+  EXPECT_EQ(error_of([&] { open_adapter(path); }), "cannot examine " + path + "/adapter_model.safetensors: File name too long");
 }
 
 TEST(FindCheckpoint, BestIsTheOneRecordedByTheLast) {
