@@ -62,7 +62,7 @@ class Node {
   const std::vector<Edge>& edges() const { return edges_; }
   const std::vector<GradSpec>& outputs() const { return outputs_; }
 
-  // Wiring, used by record() and record_outputs().
+  // Wiring, used by record().
   void connect(std::vector<Edge> edges) { edges_ = std::move(edges); }
   void add_output(const Tensor& output);
 

@@ -11,8 +11,8 @@ namespace heddle::nn {
 // Note: Safe writing
 // Nothing is ever written in place. New contents go to a sibling named NAME.tmp-PID-N, are synced to the disk, and take
 // the name in one rename; the folder is synced last. So a reader, and a process that starts after a kill, a full disk
-// or a power cut, finds the old contents or the new ones, whole. What an interrupted write leaves behind is a .tmp-
-// sibling, removed by the next OutputFolder. A failed write throws heddle::Error with the path and the system's reason.
+// or a power cut, finds the old contents or the new ones, whole. What an interrupted write leaves behind is a .tmp- sibling;
+// an OutputFolder removes those in it. A failed write throws heddle::Error with the path and the system's reason.
 
 // One file. Destroyed without commit(), it leaves the target as it was and removes what it wrote.
 class AtomicFile {

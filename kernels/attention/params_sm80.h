@@ -42,7 +42,7 @@ struct BackwardParams {
   float* dq_sum = nullptr;  // [heads, rows.total_rows, columns] in DqOrder::warpgroup_blocks
   int columns = 0;
   PaddedRows rows;
-  unsigned* turns = nullptr;  // deterministic: for every head and kDqTurnRows padded rows, the key tile whose turn it is; or null
+  unsigned* turns = nullptr;  // deterministic: for every head and tile of padded rows, the key tile whose turn it is; or null
   Sequences sequences;
   int heads = 0, group = 0, D = 0;
   int section_heads = 0;
