@@ -38,9 +38,16 @@ void check_kernel_name(const std::string& kernel) {
   if (!is_known) throw nn::BadValue("attention.kernel", "one of " + names, nn::quoted_text(kernel));
 }
 
-void check_trains_weights(const config::RunConfig& run) {
+// Quantised weights are frozen, and quantised once.
+void check_quantised(const config::RunConfig& run) {
   if (run.quantize && !run.lora)
     throw nn::BadValue("quantize.format", "a section lora beside it: quantised weights are frozen, and without an adapter every weight is trained",
+                       std::string(name_of(run.quantize->format)));
+  if (!run.base || !quant::has_quantized(nn::open_weights(*run.base))) return;
+  if (!run.lora)
+    throw nn::BadValue("base", "a model that is not quantised, or a section lora beside it: quantised weights are frozen", nn::quoted_text(*run.base));
+  if (run.quantize)
+    throw nn::BadValue("quantize.format", concat_text("no section quantize beside ", nn::quoted_text(*run.base), ", which is quantised already"),
                        std::string(name_of(run.quantize->format)));
 }
 
@@ -89,7 +96,7 @@ TrainingSetup load_training(const std::string& path, const std::vector<std::stri
                             std::vector<config::RunCheck> checks) {
   TrainingSetup out;
   checks.push_back({{""}, [](const auto& run) { choose_device(run.device); }});
-  checks.push_back({{"quantize"}, [](const auto& run) { check_trains_weights(run); }});
+  checks.push_back({{"", "quantize"}, [](const auto& run) { check_quantised(run); }});
   checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
   checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
   checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) { check_fp8(run, out.device); }});
@@ -153,9 +160,6 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
 
 std::optional<lora::Adapter> start_from_base(const config::RunConfig& run, nn::CausalLM& model) {
   if (!run.base) return std::nullopt;
-  const bool is_stored = quant::has_quantized(nn::open_weights(*run.base));
-  HEDDLE_CHECK(!is_stored || run.lora, "base ", *run.base, " is quantised: its weights are frozen; add a section lora");
-  HEDDLE_CHECK(!is_stored || !run.quantize, "base ", *run.base, " is quantised already; leave the section quantize out");
   load_model_weights(*run.base, run, model, nn::Dtypes::converted);
   if (!run.lora) return std::nullopt;
   Generator generator{static_cast<std::uint64_t>(run.train.seed)};

@@ -171,6 +171,25 @@ TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
   EXPECT_EQ(heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + merged.string()).exit_code, 0);
 }
 
+TEST(Tool, AQuantisedBaseIsFrozenAndNotQuantisedAgain) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string(), packed = (folder.path() / "packed").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  ASSERT_EQ(heddle("quantize --format mxfp4 --model " + base + " --output " + packed).exit_code, 0);
+  const auto train = [&](const char* config, const char* rest) {
+    return heddle(train_three_steps(config, folder.path() / "run") + " --set base=" + packed + rest);
+  };
+
+  const Outcome whole = train("configs/arithmetic.yaml", ""), again = train("configs/arithmetic_lora.yaml", " --set quantize.format=nvfp4");
+
+  EXPECT_EQ(whole.exit_code, 2);
+  EXPECT_EQ(whole.output, "heddle: --set base: expected a model that is not quantised, or a section lora beside it: quantised weights are frozen, got \"" +
+                              packed + "\"\n");
+  EXPECT_EQ(again.exit_code, 2);
+  EXPECT_EQ(again.output,
+            "heddle: --set quantize.format: expected no section quantize beside \"" + packed + "\", which is quantised already, got nvfp4\n");
+}
+
 // The plain base and the adapter are enough: the base is quantised as it was in training, from what was kept then.
 TEST(Tool, UsesAnAdapterOfABaseThatTrainingQuantised) {
   const test::TempFolder folder;
