@@ -26,12 +26,11 @@ struct BenchTrainCommand {
 };
 
 // 6 FLOP a parameter and token, 4 of a frozen one, and two attention products forward and four backward over half the T x T scores.
-double flop_per_token(const nn::CausalLM& model, const config::RunConfig& run) {
+double flop_per_token(const nn::CausalLM& model, const nn::TransformerConfig& m, std::int64_t T) {
   std::int64_t work = 4 * quant::quantized_weights(model);
   for (const nn::NamedTensor& parameter : model.parameters())
     work += (parameter.tensor.requires_grad() ? 6 : 4) * parameter.tensor.numel();
-  const nn::TransformerConfig& m = run.model;
-  const std::int64_t scores = m.num_hidden_layers * run.data.sequence_length * m.num_attention_heads * m.head_size();
+  const std::int64_t scores = m.num_hidden_layers * T * m.num_attention_heads * m.head_size();
   return static_cast<double>(work) + 6.0 * static_cast<double>(scores);
 }
 
@@ -73,7 +72,7 @@ int run_bench_train(const BenchTrainCommand& command) {
   nn::CausalLM model = make_model(run, device, run.base ? Weights::loaded_next : Weights::drawn);
   start_from_base(run, model);
   use_precision(run, model);
-  const double flop = flop_per_token(model, run);
+  const double flop = flop_per_token(model, run.model, data->row_length());
   const DType dtype = nn::dtype_of(run.train.precision);
   const double ceiling = gemm_ceiling(dtype, device_context(device));
 

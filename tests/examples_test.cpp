@@ -343,6 +343,17 @@ TEST(Tool, BenchTrainCountsTheWorkOfQuantisedWeights) {
   EXPECT_EQ(work_of(" --set quantize.format=fp4"), work_of(""));
 }
 
+// Rows of arithmetic are as long as a problem.
+TEST(Tool, BenchTrainCountsTheWorkOfTheRowsThereAre) {
+  const auto work_of = [](const std::string& length) {
+    const std::string output = heddle("bench-train configs/arithmetic.yaml --set device=cpu --set train.micro_batch_size=1 --steps 1 --warmup 1 "
+                                      "--set data.sequence_length=" + length).output;
+    return output.substr(output.find("        "), output.find(" MFLOP") - output.find("        "));
+  };
+
+  EXPECT_EQ(work_of("16"), work_of("12"));
+}
+
 TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
   const test::TempFolder folder;
   const fs::path run_folder = folder.path() / "run", json = folder.path() / "bench.json";
