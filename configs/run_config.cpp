@@ -29,16 +29,6 @@ bool is_among(std::span<const std::string_view> names, std::string_view name) {
   return std::ranges::find(names, name) != names.end();
 }
 
-bool is_device_name(const std::string& text) {
-  if (text == "auto") return true;
-  try {
-    parse_device(text);
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-}
-
 // Rules between keys of different sections.
 std::vector<nn::Conflict> conflicts(const RunConfig& c) {
   const auto number = [](std::int64_t value) { return std::to_string(value); };
@@ -98,6 +88,16 @@ void check_lora(const RunConfig& run) {
 
 }  // namespace
 
+bool is_device_name(const std::string& text) {
+  if (text == "auto") return true;
+  try {
+    parse_device(text);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 std::vector<SectionFields> sections(RunConfig& config) {
   std::vector<SectionFields> out = {
       {"model", fields(config.model)},
@@ -108,7 +108,7 @@ std::vector<SectionFields> sections(RunConfig& config) {
   if (config.lora) out.push_back({"lora", fields(*config.lora)});
   if (config.quantize) out.push_back({"quantize", fields(*config.quantize)});
   out.push_back({"", {{"base", &config.base, {}},
-                      {"device", &config.device, {.form = "auto, cpu, cuda or cuda:N", .accepts = is_device_name}}}});
+                      {"device", &config.device, {.form = kDeviceForm, .accepts = is_device_name}}}});
   return out;
 }
 

@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lora/lora_config.h"
@@ -11,6 +12,10 @@
 #include "quant/quant_config.h"
 
 namespace heddle::config {
+
+// How a device is named, beside what parse_device takes.
+inline constexpr std::string_view kDeviceForm = "auto, cpu, cuda or cuda:N";
+bool is_device_name(const std::string& text);
 
 // Everything one run needs: the sections of a config file.
 struct RunConfig {
@@ -21,7 +26,7 @@ struct RunConfig {
   std::optional<std::string> base;       // the checkpoint whose weights training starts from, and whose model it is
   std::optional<lora::LoraConfig> lora;  // with it the base is frozen and an adapter is trained
   std::optional<quant::QuantConfig> quantize;  // with it the Linear weights of the base are frozen in few bits
-  std::string device = "auto";  // auto, cpu, cuda or cuda:N
+  std::string device = "auto";  // kDeviceForm
 
   friend bool operator==(const RunConfig&, const RunConfig&) = default;
 };

@@ -62,7 +62,6 @@ int run_attention(const AttentionCommand& command) {
   std::error_code missing;
   if (std::filesystem::equivalent(command.input, command.output, missing))
     throw ConfigError("--output: expected another file than --input, got " + nn::printable(command.output));
-  if (command.device != "auto") choose_device(command.device);  // before the file: a wrong name is a usage error
   const nn::SafetensorsFile file(command.input);
   Tensor q = read_input(file, "q"), k = read_input(file, "k"), v = read_input(file, "v");
   const bool has_gradient = file.contains("do");
@@ -96,12 +95,12 @@ int run_attention(const AttentionCommand& command) {
 void add_attention_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("attention", "Run heddle's attention on tensors from a safetensors file");
   const auto command = std::make_shared<AttentionCommand>();
-  sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D]; for gradients, do; for sequences end to end, cu_seqlens_q and _k")->required();
-  sub->add_option("--output", command->output, "File to write: o, lse and, if do was given, dq, dk, dv")->required();
+  sub->add_option("--input", command->input, "File with q, k, v [B, S, H, D]; for gradients, do; for sequences end to end, cu_seqlens_q and _k")->required()->check(non_empty());
+  sub->add_option("--output", command->output, "File to write: o, lse and, if do was given, dq, dk, dv")->required()->check(writable_file());
   sub->add_flag("--causal", command->is_causal, "Query i sees keys j <= i + Sk - Sq (bottom-right aligned)");
   sub->add_option("--scale", command->scale, "Factor of the scores; 1/sqrt(D) if not given")->check(number_in(nn::above(0)));
   sub->add_option("--kernel", command->kernel, "auto, or the name of a variant")->capture_default_str();
-  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
+  add_device_option(*sub, command->device);
   sub->footer("Example: heddle attention --input qkv.safetensors --output out.safetensors --causal");
   sub->callback([command, &exit_code] { exit_code = run_attention(*command); });
 }

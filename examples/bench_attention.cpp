@@ -1,6 +1,5 @@
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -12,6 +11,7 @@
 #include "examples/run_setup.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
+#include "nn/atomic_file.h"
 
 namespace heddle::examples {
 namespace {
@@ -184,9 +184,7 @@ class AttentionBench {
     const nlohmann::json document = {{"dtype", dtype_name(dtype_)}, {"device", concat_text(ctx_.device)}, {"threads", num_threads()},
                                      {"deterministic", ctx_.deterministic}, {"gemm_tflops", ceiling_ / 1e12}, {"results", results_},
                                      {"skipped", skipped_}, {"wrong", faults_}};
-    std::ofstream out(command_.json);
-    out << document.dump(1) << '\n';
-    HEDDLE_CHECK(out.good(), "bench-attention: cannot write ", command_.json);
+    nn::write_file(command_.json, document.dump(1) + "\n");
   }
 
   const BenchCommand& command_;
@@ -234,10 +232,10 @@ void add_bench_attention_command(CLI::App& app, int& exit_code) {
   choice("--dtype", command->dtype, "Type of q, k, v", {"bfloat16", "float16", "float32", "float64"})->capture_default_str();
   sub->add_option("--kernel", command->kernel, "all, or the name of a variant")->capture_default_str();
   choice("--pass", command->pass, "What to time", {"fwd", "bwd", "both"})->capture_default_str();
-  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
+  add_device_option(*sub, command->device);
   sub->add_option("--runs", command->runs, "Timed calls; 10 to 50 by their length if not given")->check(integer_in(1, nn::kMaxCount));
   sub->add_option("--ceiling", command->ceiling, "TFLOP/s of matrix products; measured if not given")->check(number_in(nn::above(0)));
-  sub->add_option("--json", command->json, "Write the results to this file too");
+  sub->add_option("--json", command->json, "Write the results to this file too")->check(writable_file());
   sub->footer("Example: heddle bench-attention --preset bar --json bar.json\n"
               "         heddle bench-attention --device cpu --dtype float32 --batch 1 --seq 1024 --causal --pass fwd\n"
               "A kernel whose results differ from the CPU's is not timed, and the exit code is 1.");

@@ -2,7 +2,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -13,6 +12,7 @@
 #include "examples/run_setup.h"
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/parallel.h"
+#include "nn/atomic_file.h"
 #include "nn/trainer.h"
 #include "quant/quantize_model.h"
 
@@ -93,12 +93,10 @@ int run_bench_train(const BenchTrainCommand& command) {
   std::printf("        %.4g MFLOP a token: 6 parameters (4 where frozen) + 6 layers T heads D\n", flop / 1e6);
   std::printf("memory: %.3f GiB at the peak\n", peak / (1 << 30));
   if (command.json.empty()) return 0;
-  std::ofstream out(command.json);
   const nlohmann::json document = {{"config", command.config}, {"device", concat_text(device)}, {"step_ms", 1e3 * median},
                                    {"step_ms_min", 1e3 * low}, {"step_ms_max", 1e3 * high}, {"tokens_per_second", tokens / median},
                                    {"model_tflops", rate / 1e12}, {"gemm_tflops", ceiling / 1e12}, {"peak_gib", peak / (1 << 30)}};
-  out << document.dump(1) << '\n';
-  HEDDLE_CHECK(out.good(), "bench-train: cannot write ", command.json);
+  nn::write_file(command.json, document.dump(1) + "\n");
   return 0;
 }
 
@@ -107,11 +105,11 @@ int run_bench_train(const BenchTrainCommand& command) {
 void add_bench_train_command(CLI::App& app, int& exit_code) {
   CLI::App* sub = app.add_subcommand("bench-train", "Time the training step of a config file");
   const auto command = std::make_shared<BenchTrainCommand>();
-  sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required();
+  sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required()->check(non_empty());
   sub->add_option("--set", command->overrides, "Override one value: section.key=value")->allow_extra_args(false);
   sub->add_option("--steps", command->steps, "Timed steps")->check(integer_in(1, nn::kMaxCount))->capture_default_str();
   sub->add_option("--warmup", command->warmup, "Steps before them")->check(integer_in(1, nn::kMaxCount))->capture_default_str();
-  sub->add_option("--json", command->json, "Write the results to this file too");
+  sub->add_option("--json", command->json, "Write the results to this file too")->check(writable_file());
   sub->footer("Example: heddle bench-train configs/tiny.yaml --set train.micro_batch_size=64 --steps 10\n"
               "Nothing of the run is kept: no output folder, no checkpoint.");
   sub->callback([command, &exit_code] { exit_code = run_bench_train(*command); });

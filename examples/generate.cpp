@@ -7,7 +7,6 @@
 #include "lora/adapter_file.h"
 #include "nn/checkpoint.h"
 #include "nn/generate.h"
-#include "nn/posix_file.h"
 #include "nn/tokenizer.h"
 
 namespace heddle::examples {
@@ -63,7 +62,7 @@ void add_generate_command(CLI::App& app, int& exit_code) {
   sub->add_option("--top-p", sampling.top_p, "Choose among the fewest tokens with this total probability")
       ->check(number_in({.low = 0, .high = 1, .low_included = false}))->capture_default_str();
   sub->add_option("--seed", sampling.seed, "The same seed gives the same text")->check(integer_in(0))->capture_default_str();
-  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
+  add_device_option(*sub, command->device);
   sub->footer("Example: heddle generate --model runs/tiny --prompt 'Tensor ' --temperature 0.8");
   sub->callback([command, &exit_code] { exit_code = run_generate(*command); });
 }

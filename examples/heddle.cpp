@@ -1,5 +1,6 @@
 // The command-line tool. Exit codes: 0 done, 1 failure while running, 2 wrong usage or configuration, 130 interrupted.
 
+#include <csignal>
 #include <exception>
 #include <iostream>
 #include <new>
@@ -33,8 +34,10 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     // CLI11 asks for a subcommand, without a word on the one that it does not know.
-    if (error.get_exit_code() != 0 && app.get_subcommands().empty() && !app.remaining().empty())
-      throw heddle::ConfigError("there is no command '" + app.remaining().front() + "'; heddle --help lists them");
+    if (error.get_exit_code() != 0 && app.get_subcommands().empty() && !app.remaining().empty()) {
+      const std::string given = app.remaining().front();
+      throw heddle::ConfigError("there is no " + std::string(given.starts_with('-') ? "option" : "command") + " '" + given + "'; heddle --help lists them");
+    }
     // It reports --help and --version as errors with code 0.
     exit_code = app.exit(error) == 0 ? 0 : kUsageError;
   }
@@ -44,6 +47,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::signal(SIGXFSZ, SIG_IGN);  // a write beyond the shell's limit of file sizes fails with that reason instead
   try {
     heddle::examples::use_threads(heddle::num_threads(), "OMP_NUM_THREADS");
     const int exit_code = run(argc, argv);

@@ -2,7 +2,9 @@
 
 #include <filesystem>
 
+#include "configs/run_config.h"
 #include "configs/yaml_reader.h"
+#include "nn/atomic_file.h"
 #include "nn/posix_file.h"
 
 namespace heddle::examples {
@@ -30,12 +32,32 @@ CLI::Validator non_empty() {
   return CLI::Validator(check, "");
 }
 
+CLI::Validator writable_file() {
+  const auto check = [](std::string& text) {
+    if (text.empty()) return std::string("expected a path, got \"\"");
+    try {
+      const nn::AtomicFile file(text);  // gone again without a trace
+      return std::string();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  };
+  return CLI::Validator(check, "");
+}
+
 CLI::Validator new_folder() {
   const auto check = [](std::string& text) {
     if (!text.empty() && !std::filesystem::exists(std::filesystem::symlink_status(text))) return std::string();
     return "expected a folder that does not exist yet, got " + nn::quoted_text(nn::printable(text));
   };
   return CLI::Validator(check, "");
+}
+
+void add_device_option(CLI::App& command, std::string& device) {
+  const auto check = [](std::string& text) {
+    return config::is_device_name(text) ? std::string() : concat_text("expected ", config::kDeviceForm, ", got ", nn::quoted_text(text));
+  };
+  command.add_option("--device", device, std::string(config::kDeviceForm))->check(CLI::Validator(check, ""))->capture_default_str();
 }
 
 }  // namespace heddle::examples

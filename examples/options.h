@@ -14,7 +14,12 @@ CLI::Validator number_in(const nn::Range& range);
 
 // A path: "" would stand for the folder that the program runs in.
 CLI::Validator non_empty();
+// A path that a file can be written to, so that what cannot be is known before the work.
+CLI::Validator writable_file();
 // A path at which nothing is, not even a dangling link.
 CLI::Validator new_folder();
+
+// The option --device; `device` holds its default.
+void add_device_option(CLI::App& command, std::string& device);
 
 }  // namespace heddle::examples

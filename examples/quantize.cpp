@@ -94,7 +94,7 @@ void add_quantize_command(CLI::App& app, int& exit_code) {
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);
   sub->add_flag("--compare", command->compares, "Print what every format would cost, and write nothing");
   sub->add_option("--only", command->only, "Compare on the layers of this name or pattern alone");
-  sub->add_option("--device", command->device, "auto, cpu, cuda or cuda:N")->capture_default_str();
+  add_device_option(*sub, command->device);
   sub->footer("Example: heddle quantize --model runs/tiny --format nvfp4 --output runs/tiny-nvfp4");
   sub->callback([command, &exit_code] { exit_code = run_quantize(*command); });
 }

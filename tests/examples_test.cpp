@@ -385,7 +385,8 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
         "generate --model runs --prompt ''", "generate --model runs --prompt x --seed -1", "gradcheck --only zzz",
         "generate --model runs --prompt x --seed 99999999999999999999", "generate --model runs --prompt x --top-k 99999999999999999999",
         "attention --input a --output b --scale 0", "attention --input a --output b --scale nan", "attention --input a --output b --device tpu",
-        "attention --input README.md --output ./README.md", "merge --base runs --adapter runs --output tests",
+        "attention --input README.md --output ./README.md", "attention --input '' --output b", "attention --input a --output ''",
+        "bench-attention --device cpu --seq 8 --batch 1 --json no/such/folder/x.json", "bench-train configs/tiny.yaml --json ''", "merge --base runs --adapter runs --output tests",
         "merge --base runs --adapter runs --output ''", "generate --model runs --prompt x --adapter ''",
         "quantize --model runs --format fp4 --output ''", "bench-attention --preset short", "bench-attention --kernel warp", "bench-train", "bench-train no/such.yaml"})
     EXPECT_EQ(heddle(arguments).exit_code, 2) << arguments;
@@ -393,15 +394,31 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
 
 TEST(Tool, UsageErrorsNameWhatIsWrong) {
   EXPECT_EQ(heddle("fly").output, "heddle: there is no command 'fly'; heddle --help lists them\n");
+  EXPECT_EQ(heddle("--versoin").output, "heddle: there is no option '--versoin'; heddle --help lists them\n");
   EXPECT_NE(heddle("attention --input a --output b --scale 0").output.find("expected number > 0, got \"0\""), std::string::npos);
+  for (const char* command : {"generate --model a --prompt b", "attention --input a --output b", "quantize --model a", "bench-attention"})
+    EXPECT_EQ(heddle(std::string(command) + " --device gpu").output,
+              "--device: expected auto, cpu, cuda or cuda:N, got \"gpu\"\nRun with --help for more information.\n");
 }
 
 TEST(Tool, RunTimeFailuresExitWithOne) {
   EXPECT_EQ(heddle("generate --model no/such/run --prompt x").exit_code, 1);
   EXPECT_EQ(heddle("attention --input no/such.safetensors --output /tmp/x").exit_code, 1);
-  EXPECT_EQ(heddle("bench-attention --device cpu --seq 8 --batch 1 --json no/such/folder/x.json").exit_code, 1);
+  EXPECT_EQ(heddle("bench-attention --device cpu --dtype float32 --seq 8 --batch 1 --runs 1 --ceiling 1 --json /dev/full").exit_code, 2);
   EXPECT_EQ(heddle("gradcheck --only softmax >/dev/full").exit_code, 1);
   EXPECT_EQ(heddle("--help >/dev/full").exit_code, 1);
+}
+
+TEST(Tool, AFileThatCannotGrowIsAFailureWithAReason) {
+  const test::TempFolder folder;
+  const std::string json = (folder.path() / "bench.json").string();
+
+  const Outcome outcome = run("ulimit -f 0; " HEDDLE_BINARY " bench-attention --device cpu --dtype float32 --batch 1 --heads 1 --seq 8 --head-dim 8 "
+                              "--pass fwd --runs 1 --ceiling 1 --json " + json);
+
+  EXPECT_EQ(outcome.exit_code, 1) << outcome.output;
+  EXPECT_NE(outcome.output.find("heddle: cannot write " + json + ": File too large\n"), std::string::npos) << outcome.output;
+  EXPECT_FALSE(fs::exists(json));
 }
 
 TEST(Tool, MoreThreadsThanCoresAreNotStarted) {
