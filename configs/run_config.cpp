@@ -184,18 +184,16 @@ ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run) {
   checkpoint.model = checkpoint.model.resolved();
   run.model = run.model.resolved();
   ResumeChanges out;
-  const std::vector<std::pair<std::string, std::string>> before = values_of(checkpoint), now = values_of(run);
-  std::vector<std::string> names;
-  for (const auto* values : {&now, &before})
-    for (const auto& [name, value] : *values)
-      if (std::ranges::find(names, name) == names.end()) names.push_back(name);
-  const auto value_in = [](const auto& values, const std::string& name) {
-    const auto found = std::ranges::find(values, name, [](const auto& entry) { return entry.first; });
-    return found == values.end() ? std::string("nothing") : found->second;
+  const auto compare_section = [&](const char* name, bool had, bool has) {
+    if (had != has) out.refused.push_back(concat_text(had ? "a" : "no", " section ", name, ", here ", has ? "one" : "none"));
   };
-  for (const std::string& name : names) {
-    const std::string was = value_in(before, name), is = value_in(now, name);
-    if (was == is || is_among(kFreeOnResume, name)) continue;
+  compare_section("lora", checkpoint.lora.has_value(), run.lora.has_value());
+  compare_section("quantize", checkpoint.quantize.has_value(), run.quantize.has_value());
+  const std::vector<std::pair<std::string, std::string>> before = values_of(checkpoint);
+  for (const auto& [name, is] : values_of(run)) {
+    const auto found = std::ranges::find(before, name, [](const auto& entry) { return entry.first; });
+    if (found == before.end() || found->second == is || is_among(kFreeOnResume, name)) continue;
+    const std::string& was = found->second;
     const bool is_of_model = name.starts_with("model.") && !is_among(kDropout, name);
     const bool is_of_adapter = name.starts_with("lora.") && !is_among(kFreeOfAdapter, name);
     const bool is_of_base = name.starts_with("quantize.") || name == "train.precision" || name.starts_with("train.fp8_");

@@ -112,7 +112,10 @@ TEST_F(Config, ResumeRefusesAnotherAdapter) {
 
   EXPECT_EQ(changes("lora.use_dora=true").refused, std::vector<std::string>{"lora.use_dora false, here true"});
   EXPECT_EQ(changes("lora.lora_dropout=0.5").noted, std::vector<std::string>{"lora.lora_dropout 0, here 0.5"});
-  EXPECT_EQ(resume_changes(load(write(kRequiredKeys)), before).refused.front(), "lora.r nothing, here 4");
+  const RunConfig quantised = load(path, {"base=" + base, "quantize.format=nvfp4"}), plain = load(write(kRequiredKeys));
+  EXPECT_EQ(resume_changes(plain, before).refused, std::vector<std::string>{"no section lora, here one"});
+  EXPECT_EQ(resume_changes(before, plain).refused, std::vector<std::string>{"a section lora, here none"});
+  EXPECT_EQ(resume_changes(before, quantised).refused, std::vector<std::string>{"no section quantize, here one"});
 }
 
 }  // namespace
