@@ -100,6 +100,9 @@ TrainingSetup load_training(const std::string& path, const std::vector<std::stri
   checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
   checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
   checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) { check_fp8(run, out.device); }});
+  checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) {
+                      if (run.train.cuda_graph && out.device.is_cpu()) throw nn::BadValue("train.cuda_graph", "false on the CPU", "true");
+                    }});
   checks.push_back({{"model", "data"}, [&](const auto& run) {
                       out.data = nn::make_dataset(run.data, static_cast<std::uint64_t>(run.train.seed));
                     }});

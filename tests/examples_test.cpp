@@ -381,7 +381,7 @@ TEST(Tool, UsageAndConfigErrorsExitWithTwo) {
        {"", "fly", "train", "train no/such.yaml", "train configs/tiny.yaml --set train.max_step=3",
         "train configs/tiny.yaml --set attention.kernel=warp", "train configs/tiny.yaml --set device=tpu",
         "train configs/tiny.yaml --set data.files=[no/such]", "train configs/tiny.yaml --set train.resume_from_checkpoint=no/such",
-        "train configs/tiny.yaml --set data.validation_fraction=1e-9", "train configs/tiny.yaml --set train.micro_batch_size=99999999999",
+        "train configs/tiny.yaml --set data.validation_fraction=1e-9", "train configs/tiny.yaml --set device=cpu --set train.cuda_graph=true", "train configs/tiny.yaml --set train.micro_batch_size=99999999999",
         "generate --model runs --prompt ''", "generate --model runs --prompt x --seed -1", "gradcheck --only zzz",
         "generate --model runs --prompt x --seed 99999999999999999999", "generate --model runs --prompt x --top-k 99999999999999999999",
         "attention --input a --output b --scale 0", "attention --input a --output b --scale nan", "attention --input a --output b --device tpu",
