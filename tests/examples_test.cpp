@@ -1,8 +1,5 @@
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -12,6 +9,7 @@
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
 #include "tests/support/temp_folder.h"
+#include "tests/support/tool.h"
 
 // The command-line tool as a user runs it: every command, every shipped config, every exit code.
 
@@ -19,30 +17,10 @@ namespace heddle {
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Outcome {
-  int exit_code = -1;
-  std::string output;  // standard output and standard error together
-};
-
-// Runs a shell command in the project's folder.
-Outcome run(const std::string& command) {
-  Outcome outcome;
-  FILE* pipe = ::popen(("cd " HEDDLE_SOURCE_DIR " && " + command + " 2>&1").c_str(), "r");
-  std::array<char, 4096> buffer;
-  while (const std::size_t count = std::fread(buffer.data(), 1, buffer.size(), pipe)) outcome.output.append(buffer.data(), count);
-  const int status = ::pclose(pipe);
-  outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return outcome;
-}
-
-Outcome heddle(const std::string& arguments) { return run(HEDDLE_BINARY " " + arguments); }
-
-// A run of three updates of a shipped config.
-std::string train_three_steps(const std::string& config, const fs::path& folder) {
-  return "train " + config + " --set train.max_steps=3 --set train.logging_steps=1 --set train.eval_iters=1" +
-         " --set train.micro_batch_size=2 --set train.output_dir=" + folder.string();
-}
+using test::heddle;
+using test::Outcome;
+using test::run;
+using test::train_three_steps;
 
 class ShippedConfig : public testing::TestWithParam<std::string> {};
 
@@ -149,122 +127,6 @@ TEST(Tool, AnAdapterIsNotTrainedInFp8) {
   EXPECT_EQ(outcome.output, "heddle: --set train.precision: expected bf16 beside lora: a frozen base is multiplied in FP8 by quantize.format fp8_e4m3, got fp8\n");
 }
 
-// The base quantised as the run starts, and once beforehand: the same bytes, so the same losses.
-TEST(Tool, TrainsAnAdapterOnAQuantisedBase) {
-  const test::TempFolder folder;
-  const fs::path base = folder.path() / "base", packed = folder.path() / "packed", merged = folder.path() / "merged";
-  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
-  ASSERT_EQ(heddle("quantize --format nvfp4 --model " + base.string() + " --output " + packed.string()).exit_code, 0);
-  const auto train = [&](const char* name, const std::string& rest) {
-    return heddle(train_three_steps("configs/arithmetic_lora.yaml", folder.path() / name) + " --set base=" + rest);
-  };
-
-  const Outcome at_start = train("a", base.string() + " --set quantize.format=nvfp4"), before = train("b", packed.string());
-  const Outcome merge = heddle("merge --base " + packed.string() + " --adapter " + (folder.path() / "b").string() + " --output " + merged.string());
-
-  ASSERT_EQ(at_start.exit_code, 0) << at_start.output;
-  ASSERT_EQ(before.exit_code, 0) << before.output;
-  EXPECT_NE(at_start.output.find("nvfp4 weights: stored so"), std::string::npos) << at_start.output;
-  EXPECT_EQ(nn::read_file(folder.path() / "a/checkpoint-3/adapter_model.safetensors"), nn::read_file(folder.path() / "b/checkpoint-3/adapter_model.safetensors"));
-  EXPECT_EQ(merge.exit_code, 0) << merge.output;
-  EXPECT_NE(merge.output.find("the base was quantised, the merged weights are not; quantised again they would be off by "), std::string::npos) << merge.output;
-  EXPECT_EQ(heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + merged.string()).exit_code, 0);
-}
-
-TEST(Tool, AQuantisedBaseIsFrozenAndNotQuantisedAgain) {
-  const test::TempFolder folder;
-  const std::string base = (folder.path() / "base").string(), packed = (folder.path() / "packed").string();
-  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
-  ASSERT_EQ(heddle("quantize --format mxfp4 --model " + base + " --output " + packed).exit_code, 0);
-  const auto train = [&](const char* config, const char* rest) {
-    return heddle(train_three_steps(config, folder.path() / "run") + " --set base=" + packed + rest);
-  };
-
-  const Outcome whole = train("configs/arithmetic.yaml", ""), again = train("configs/arithmetic_lora.yaml", " --set quantize.format=nvfp4");
-
-  EXPECT_EQ(whole.exit_code, 2);
-  EXPECT_EQ(whole.output, "heddle: --set base: expected a model that is not quantised, or a section lora beside it: quantised weights are frozen, got \"" +
-                              packed + "\"\n");
-  EXPECT_EQ(again.exit_code, 2);
-  EXPECT_EQ(again.output,
-            "heddle: --set quantize.format: expected no section quantize beside \"" + packed + "\", which is quantised already, got nvfp4\n");
-}
-
-// The plain base and the adapter are enough: the base is quantised as it was in training, from what was kept then.
-TEST(Tool, UsesAnAdapterOfABaseThatTrainingQuantised) {
-  const test::TempFolder folder;
-  const std::string base = (folder.path() / "base").string();
-  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
-  for (const char* format : {"nvfp4", "fp4"}) {
-    const std::string run = (folder.path() / format).string(), merged = (folder.path() / "merged").string() + format;
-    const Outcome train = heddle(train_three_steps("configs/arithmetic_lora.yaml", run) + " --set base=" + base + " --set quantize.format=" + format);
-    const Outcome text = heddle("generate --prompt 12+34= --max-new-tokens 3 --model " + base + " --adapter " + run);
-    const Outcome merge = heddle("merge --base " + base + " --adapter " + run + " --output " + merged);
-
-    ASSERT_EQ(train.exit_code, 0) << train.output;
-    EXPECT_NE(train.output.find("model: 468480 parameters, 36864 of them trainable (7.87 %), 393216 quantised\n"), std::string::npos) << train.output;
-    EXPECT_EQ(text.exit_code, 0) << text.output;
-    EXPECT_EQ(text.output.find("quantised weights of an earlier run") != std::string::npos, format == std::string("nvfp4")) << text.output;
-    EXPECT_EQ(merge.exit_code, 0) << merge.output;
-    EXPECT_NE(merge.output.find("rounded to bfloat16"), std::string::npos) << merge.output;
-  }
-}
-
-TEST(Tool, QuantisesAModelThatThenGenerates) {
-  const test::TempFolder folder;
-  const std::string model = (folder.path() / "run").string(), out = (folder.path() / "nvfp4").string();
-  ASSERT_EQ(heddle(train_three_steps("configs/tiny_llama.yaml", model)).exit_code, 0);
-
-  const Outcome outcome = heddle("quantize --model " + model + " --format nvfp4 --output " + out + " --exclude layers.0.mlp.*");
-
-  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
-  for (const char* name : {"model.safetensors", "config.json", "config.yaml", "report.json", "report.svg"}) EXPECT_TRUE(fs::exists(fs::path(out) / name)) << name;
-  EXPECT_NE(outcome.output.find("kept as it is: model.layers.0.mlp.down_proj"), std::string::npos) << outcome.output;
-  const Outcome text = heddle("generate --model " + out + " --prompt Tensor --max-new-tokens 4");
-  EXPECT_EQ(text.exit_code, 0) << text.output;
-  EXPECT_NE(text.output.find("nvfp4 weights: stored so"), std::string::npos) << text.output;
-  EXPECT_EQ(heddle("quantize --model " + out + " --compare").exit_code, 2);
-}
-
-TEST(Tool, QuantisesIntoANewFolderOnly) {
-  const test::TempFolder folder;
-  const std::string model = (folder.path() / "run").string();
-  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
-
-  for (const std::string& output : {model, std::string("''")}) {
-    const Outcome outcome = heddle("quantize --model " + model + " --format nvfp4 --output " + output);
-
-    EXPECT_EQ(outcome.exit_code, 2) << outcome.output;
-    EXPECT_NE(outcome.output.find("--output: expected a folder that does not exist yet, got \""), std::string::npos) << outcome.output;
-  }
-  EXPECT_TRUE(fs::exists(fs::path(model) / "best.json") || fs::exists(fs::path(model) / "metrics.jsonl"));
-}
-
-// Nothing is read or quantised first.
-TEST(Tool, SaysBeforeQuantisingWhatItCannotDo) {
-  const test::TempFolder folder;
-  const std::string model = (folder.path() / "run").string(), out = (folder.path() / "no/such").string();
-  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
-  const auto output_of = [&](const std::string& arguments) { return heddle("quantize --model " + model + " " + arguments).output; };
-
-  EXPECT_EQ(output_of("--format fp4 --output " + out), "heddle: quantize: there is no published file layout for fp4; write fp8_e4m3, mxfp4 or nvfp4\n");
-  EXPECT_EQ(output_of("--format nvfp4 --output " + out),
-            "heddle: cannot write " + out + ": the folder " + (folder.path() / "no").string() + " does not exist; create it first\n");
-  EXPECT_EQ(output_of("--compare --set quantize.format=nvfp4"),
-            "heddle: quantize: --compare shows every form of every format; leave out --set quantize.format=nvfp4\n");
-}
-
-TEST(Tool, ComparesWhatFormatsCost) {
-  const test::TempFolder folder;
-  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", folder.path())).exit_code, 0);
-
-  const Outcome outcome = heddle("quantize --compare --model " + folder.path().string());
-
-  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
-  for (const char* name : {"fp8_e4m3, scale a channel", "fp8_e5m2, scale a tensor", "fp4 ", "mxfp4, ceil", "nvfp4, nearest", "nvfp4, mse"})
-    EXPECT_NE(outcome.output.find(name), std::string::npos) << name << " in " << outcome.output;
-}
-
 TEST(Tool, GraphOptionWritesTheGraphAndTrainsNothing) {
   const test::TempFolder folder;
   const fs::path graph = folder.path() / "out.dot";
@@ -369,7 +231,7 @@ TEST(Tool, BenchTrainReportsTheStepAndKeepsNothing) {
 }
 
 TEST(Tool, EveryHelpHasAnExample) {
-  for (const char* command : {"", "train", "generate", "merge", "gradcheck", "attention", "bench-attention", "bench-train"}) {
+  for (const char* command : {"", "train", "generate", "merge", "quantize", "gradcheck", "attention", "bench-attention", "bench-train"}) {
     const Outcome outcome = heddle(std::string(command) + " --help");
     EXPECT_EQ(outcome.exit_code, 0);
     EXPECT_NE(outcome.output.find("Example: heddle "), std::string::npos) << outcome.output;
