@@ -57,6 +57,18 @@ struct RunningSoftmax {
   }
 };
 
+// Scores of keys from `first` on: those that a row does not see become -inf.
+template <int kM, int kColumns>
+__device__ __forceinline__ void hide_scores(Results<kM, kColumns>& scores, int first, const int (&visible)[2 * kM]) {
+#pragma unroll
+  for (int h = 0; h < 2 * kM; ++h)
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (first + 8 * n + 2 * static_cast<int>(threadIdx.x % 4) + e >= visible[h]) scores[h / 2][n][h % 2 * 2 + e] = -INFINITY;
+}
+
 // A block makes kRows rows of one head.
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads) forward_kernel(const __grid_constant__ ForwardParams p, std::int64_t tiles) {
@@ -94,15 +106,7 @@ __global__ void __launch_bounds__(S::kThreads) forward_kernel(const __grid_const
     Results<kM, kStream / 8> scores;
     float factor[2 * kM];
     multiply_scores<kHead, kStream, kM>(scores, queries + warp * kM * kBlockRows * kPitch<kHead>, keys);
-    if (j + kStream > all_see) {
-#pragma unroll
-      for (int h = 0; h < 2 * kM; ++h)
-#pragma unroll
-        for (int n = 0; n < kStream / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (j + 8 * n + 2 * t + e >= visible[h]) scores[h / 2][n][h % 2 * 2 + e] = -INFINITY;
-    }
+    if (j + kStream > all_see) hide_scores(scores, j, visible);
     softmax.add(scores, p.all.scale_log2, factor);
     wait_for_tiles();
     if (j + kStream < end) copy_tile<kHead, kStream, kThreads>(keys, k, j + kStream, Sk, D);
