@@ -41,7 +41,7 @@ std::string read_header(const FileDescriptor& file, const std::filesystem::path&
   read_exactly(file, path, &length, kLengthBytes, 0);
   HEDDLE_CHECK(length >= 2, where, ": header length ", length, " is too small, at least 2 is needed");
   HEDDLE_CHECK(length <= static_cast<std::uint64_t>(kMaxSafetensorsHeader), where, ": header length ", length,
-               " is above the limit of ", kMaxSafetensorsHeader);
+               " is above the limit of ", kMaxSafetensorsHeader, "; is it a safetensors file?");
   HEDDLE_CHECK(length <= static_cast<std::uint64_t>(nbytes - kLengthBytes), where, ": header length ", length,
                " does not fit in the file, which has ", nbytes - kLengthBytes, " bytes after the length");
   std::string text(length, '\0');

@@ -74,7 +74,7 @@ TEST(SafetensorsLength, LengthBeyondTheFileIsRefused) {
 
 TEST(SafetensorsLength, LengthThatWrapsAroundIsRefused) {
   EXPECT_EQ(open_error(std::string(8, '\xFF') + "{}"),
-            "safetensors: F: header length 18446744073709551615 is above the limit of 100000000");
+            "safetensors: F: header length 18446744073709551615 is above the limit of 100000000; is it a safetensors file?");
 }
 
 TEST(SafetensorsLength, LyingLengthAllocatesNothingOfThatSize) {
