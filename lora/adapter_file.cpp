@@ -25,7 +25,6 @@ namespace {
 namespace fs = std::filesystem;
 using nn::printable_path;
 
-const char* const kConfigFile = "adapter_config.json";
 const char* const kFingerprintKey = "heddle_base_fingerprint";
 const std::string kRanksKey = "heddle_ranks:";  // and the name of a layer: "4 0 4"
 constexpr std::string_view kBaseLayer = ".base_layer";
@@ -330,14 +329,14 @@ void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapt
   // Where layers differ PEFT notes what the last one needs: the head's weight is [out, in] also in GPT-2.
   config.fan_in_fan_out = !model.config().is_llama() && !is_target[std::string(kHead)];
   nn::AtomicFolder out(folder);
-  nn::write_file(out.path() / kConfigFile, peft_config_text(config));
+  nn::write_file(out.path() / nn::kAdapterConfigFile, peft_config_text(config));
   nn::write_safetensors(out.path() / nn::kAdapterFile, tensors, metadata);
   out.commit();
 }
 
 Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
   const NoGradGuard no_grad;
-  const PeftConfig config = read_peft_config(folder / kConfigFile);
+  const PeftConfig config = read_peft_config(folder / nn::kAdapterConfigFile);
   const nn::SafetensorsFile file(folder / nn::kAdapterFile);
   if (const auto found = file.metadata().find(kFingerprintKey); found != file.metadata().end()) {
     const std::string own = base_fingerprint(model);

@@ -301,6 +301,8 @@ fs::path open_weights(const fs::path& path) {
 }
 
 fs::path open_adapter(const fs::path& path) {
+  HEDDLE_CHECK(is_present(path / kAdapterFile) || !is_present(path / kAdapterConfigFile), printable_path(path), " has ", kAdapterConfigFile,
+               " and no ", kAdapterFile, "; save the adapter in that form");
   const fs::path folder = is_present(path / kAdapterFile) ? path : open_checkpoint(path, Pick::best).folder;
   HEDDLE_CHECK(is_present(folder / kAdapterFile), printable_path(folder), " holds a model and not an adapter");
   return folder;

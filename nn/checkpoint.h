@@ -17,6 +17,7 @@ namespace heddle::nn {
 // A checkpoint is a folder checkpoint-<step> with the weights (model.safetensors, or of a run that trains an adapter only
 // adapter_model.safetensors), optimizer.safetensors, trainer_state.json and config.yaml. It appears whole or not at all (Note: Safe writing).
 inline constexpr const char* kAdapterFile = "adapter_model.safetensors";
+inline constexpr const char* kAdapterConfigFile = "adapter_config.json";
 
 // Where a run stands, beside its weights and moments.
 struct TrainerState {

@@ -158,6 +158,10 @@ TEST(LoraTraining, CheckpointHoldsTheAdapterThatOthersReadAndNotTheBase) {
   for (const std::string& name : nn::SafetensorsFile(result.checkpoint / "optimizer.safetensors").names())
     EXPECT_TRUE(name == "step" || name.find(".lora_") != std::string::npos) << name;  // no state of the base's weights
   EXPECT_EQ(nn::open_adapter(folder / "run"), result.checkpoint);
+  fs::create_directory(folder / "bin");
+  fs::copy_file(result.checkpoint / "adapter_config.json", folder / "bin/adapter_config.json");
+  EXPECT_EQ(error_of([&] { nn::open_adapter(folder / "bin"); }),
+            (folder / "bin").string() + " has adapter_config.json and no adapter_model.safetensors; save the adapter in that form");
   EXPECT_NE(error_of([&] { nn::open_weights(folder / "run"); }).find("holds an adapter and not the model it was trained on"), std::string::npos);
   nn::CausalLM model = tiny_model(tiny_config(nn::Architecture::llama));
   load_adapter(result.checkpoint, model).attach(model);
