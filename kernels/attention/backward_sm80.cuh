@@ -161,7 +161,7 @@ __device__ __forceinline__ void score_gradients(float (&p)[kM][kAll][4], const f
   }
 }
 
-// Keys that are not finite (Note: Hidden values): `flags` gets a NaN for each of them, 0 for the others, which is added to the
+// Keys that are not finite (Note: Elements that are not finite): `flags` gets a NaN for each of them, 0 for the others, which is added to the
 // key's scores or probabilities; the keys themselves become 0. Returns whether there are any.
 template <typename T, typename Tile, int kThreads>
 __device__ __forceinline__ bool flag_keys(std::uint32_t keys, std::uint32_t flags, bool is_causal) {

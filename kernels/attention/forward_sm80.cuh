@@ -84,7 +84,7 @@ struct ForwardWarp {
       }
   }
 
-  // Adds the values that are not finite to the rows that see them (Note: Hidden values); `limit` and `step` as for mask().
+  // Adds the values that are not finite to the rows that see them (Note: Elements that are not finite); `limit` and `step` as for mask().
   template <typename Tile>
   __device__ __forceinline__ void add_not_finite(std::uint32_t values, int limit, int step, int keys) {
     const int lane = threadIdx.x % kWarp;

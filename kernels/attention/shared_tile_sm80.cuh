@@ -100,7 +100,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t from, int first, int th
   }
 }
 
-// Note: Hidden values
+// Note: Elements that are not finite
 // A weight of 0 times a NaN or an infinity is a NaN, so such an element would reach rows that do not see its key. Tiles that
 // have hidden pairs are searched for them: they become 0 in shared memory, and what they do to the rows that see them is added
 // apart.
