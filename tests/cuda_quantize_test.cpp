@@ -168,12 +168,12 @@ struct Reference {
 };
 
 // Few rows go through the kernels that decode as they read, if the columns are a multiple of their pieces, others through decoded parts. A
-// bound of 3 roundings: of the weight, of the result, and of the sum, whose 1056 terms at 2^-24 each are less than one rounding to bfloat16
+// bound of 3 roundings: of the weight, of the result, and of the sum, whose 2080 terms at 2^-24 each are less than one rounding to bfloat16
 // or float16.
 TEST_F(CudaQuantize, ProductsAreThoseOfTheDecodedWeight) {
   for (const NamedSpec& named : all_specs())
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
-      for (const std::int64_t K : {200, 1056})
+      for (const std::int64_t K : {200, 2080})
         for (const std::int64_t M : {1, 3, 5, 9, 16, 17}) {
           const Tensor x = random_tensor({M, K}, dtype, 5), bias = random_tensor({90}, dtype, 6);
           const Quantized w = quantized(random_tensor({90, K}, DType::f32, 7).to(kCuda), named.spec);
@@ -183,6 +183,20 @@ TEST_F(CudaQuantize, ProductsAreThoseOfTheDecodedWeight) {
           const double unit = dtype == DType::f32 ? static_cast<double>(K) * 0x1p-24 : unit_roundoff(dtype);
           Reference(x.to_doubles(), w.values().to_doubles(), bias.to_doubles(), K).expect(y, 3 * unit, text_of(named, dtype, {M, K}));
         }
+}
+
+// Enough rows of the weight that blocks have fewer warps.
+TEST_F(CudaQuantize, ProductsOfFewRowsAreThoseOfALargeWeight) {
+  using enum QuantFormat;
+  constexpr std::int64_t kN = 12700, kK = 1056;
+  for (const QuantSpec& spec : {QuantSpec{.format = fp8_e4m3, .grain = ScaleGrain::block}, QuantSpec{.format = mxfp4}, QuantSpec{.format = nvfp4}}) {
+    const Quantized w = quantized(random_tensor({kN, kK}, DType::bf16, 7).to(kCuda), spec);
+    for (const std::int64_t M : {2, 9}) {
+      const Tensor x = random_tensor({M, kK}, DType::bf16, 5), y = Tensor::empty({M, kN}, DType::bf16, kCuda);
+      quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view()}, device_context(kCuda));
+      Reference(x.to_doubles(), w.values().to_doubles(), {}, kK).expect(y, 3 * unit_roundoff(DType::bf16), concat_text(name_of(spec.format), ' ', M));
+    }
+  }
 }
 
 TEST_F(CudaQuantize, FewRowsAreAddedToWhatIsThere) {

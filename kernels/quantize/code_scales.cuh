@@ -16,7 +16,8 @@ struct FloatScales {
   int row_shift, column_shift;
 
   __device__ const FloatScales& of_tensor() const { return *this; }
-  __device__ float at(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
+  __device__ float stored(std::int64_t row, std::int64_t column) const { return data[(row >> row_shift) * stride + (column >> column_shift)]; }
+  __device__ float value(float scale) const { return scale; }
   __device__ float of_sum(float sum) const { return sum; }
 };
 
@@ -32,8 +33,8 @@ __device__ inline float decode_e4m3(int code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3)));
 }
 
-// The scale of the element at [row, column], where it is a byte for a block: in_block() of the byte, and of_sum() what that leaves to do to a sum of
-// elements multiplied by it. A thread that looks for more than one has of_tensor() find them.
+// Scales that are a byte for a block. What is stored() for the element at [row, column] has a value() by of_tensor(), which knows what all have in
+// common. Or elements are multiplied by in_block() of the byte, and of_sum() does the rest to sums of them.
 struct E8M0Scale {
   static constexpr bool kIsByte = true;
   static constexpr int kSize = kMxBlock;
@@ -44,7 +45,8 @@ struct E8M0Scale {
   static __device__ float in_block(std::uint8_t byte) { return decode_e8m0(byte); }
   __device__ float of_sum(float sum) const { return sum; }
   __device__ const E8M0Scale& of_tensor() const { return *this; }
-  __device__ float at(std::int64_t row, std::int64_t column) const { return in_block(*address(row, column)); }
+  __device__ std::uint8_t stored(std::int64_t row, std::int64_t column) const { return *address(row, column); }
+  __device__ float value(std::uint8_t byte) const { return in_block(byte); }
 };
 struct E4M3Scale {
   static constexpr bool kIsByte = true;
@@ -56,7 +58,8 @@ struct E4M3Scale {
   struct OfTensor {
     const E4M3Scale& scale;
     Divisor global;
-    __device__ float at(std::int64_t row, std::int64_t column) const { return global.quotient(in_block(*scale.address(row, column))); }
+    __device__ std::uint8_t stored(std::int64_t row, std::int64_t column) const { return *scale.address(row, column); }
+    __device__ float value(std::uint8_t byte) const { return global.quotient(in_block(byte)); }
   };
 
   __device__ const std::uint8_t* address(std::int64_t row, std::int64_t column) const { return scales + row * stride + column / kSize; }

@@ -13,7 +13,7 @@ __device__ void store_chunk(Half* to, const float (&x)[8]) {
   *reinterpret_cast<uint4*>(to) = {pair_of(kKind, x[0], x[1]), pair_of(kKind, x[2], x[3]), pair_of(kKind, x[4], x[5]), pair_of(kKind, x[6], x[7])};
 }
 
-// What one thread's chunks have in common.
+// What all chunks have in common.
 template <typename T>
 struct Decoding {
   Rows<T> out;
@@ -23,47 +23,61 @@ struct Decoding {
   bool is_aligned;
 };
 
-// The chunk at [i, column] of out.
+// Of the chunk at [i, column] of out.
 template <typename F, typename T>
-__device__ void decode_chunk(const Decoding<T>& p, std::int64_t i, std::int64_t column, float scale) {
-  constexpr int kChunk = kWide<T>;
-  const int count = at_most<kChunk>(p.out.columns - column);
+__device__ CodeWords<F, kWide<T>> load_chunk(const Decoding<T>& p, std::int64_t i, std::int64_t column) {
+  const int count = at_most<kWide<T>>(p.out.columns - column);
   const std::uint8_t* from = p.codes + (p.first_row + i) * p.row_bytes + (p.first_column + column) * F::kBits / 8;
-  CodeWords<F, kChunk> words = {};
-  if (p.is_aligned && count == kChunk) {
-    words = load_codes<F, kChunk>(from);
-  } else {
+  if (p.is_aligned && count == kWide<T>) return load_codes<F, kWide<T>>(from);
+  CodeWords<F, kWide<T>> words = {};
 #pragma unroll
-    for (int j = 0; j < CodeWords<F, kChunk>::kBytes; ++j)
-      if (j * 8 < count * F::kBits) words.at[j / 4] |= static_cast<std::uint32_t>(from[j]) << (j % 4 * 8);
-  }
+  for (int j = 0; j < words.kBytes; ++j)
+    if (j * 8 < count * F::kBits) words.at[j / 4] |= static_cast<std::uint32_t>(from[j]) << (j % 4 * 8);
+  return words;
+}
+
+template <typename F, typename T>
+__device__ void store_values(const Decoding<T>& p, std::int64_t i, std::int64_t column, const CodeWords<F, kWide<T>>& words, float scale) {
+  constexpr int kChunk = kWide<T>;
   float values[kChunk];
   words.values(values);
 #pragma unroll
   for (int j = 0; j < kChunk; ++j) values[j] *= scale;
+  const int count = at_most<kChunk>(p.out.columns - column), skipped = column < 0 ? static_cast<int>(-column) : 0;
   T* to = p.out.data + i * p.out.stride + column;
   if (p.is_aligned && count == kChunk) {
     store_chunk(to, values);
   } else {
-    const int skipped = column < 0 ? static_cast<int>(-column) : 0;
 #pragma unroll
     for (int j = 0; j < kChunk; ++j)
       if (j >= skipped && j < count) to[j] = convert<T>(values[j]);
   }
 }
 
-// Chunks start at multiples of their size in columns of the matrix, so that all of one share a scale; the first may begin before first_column.
+// Chunks start at multiples of their size in columns of the matrix, so that all of one share a scale; the first may begin before first_column. A
+// thread takes kTurns of them, kBlock apart, and loads all before it decodes one.
 constexpr int kTurns = 4;
 template <typename F, typename T, typename Scale>
 __global__ void decode_kernel(const Decoding<T> p, const Scale scale) {
   constexpr int kChunk = kWide<T>;
-  const std::int64_t i = my_row();
+  const std::int64_t i = my_row(), row = p.first_row + i;
+  const std::int64_t first = (static_cast<std::int64_t>(blockIdx.x) * (kTurns * kBlock) + threadIdx.x) * kChunk - p.first_column % kChunk;
   if (i >= p.out.rows) return;
   const auto& scale_of = scale.of_tensor();
-  std::int64_t column = (static_cast<std::int64_t>(blockIdx.x) * (kTurns * kBlock) + threadIdx.x) * kChunk - p.first_column % kChunk;
-#pragma unroll 2
-  for (int turn = 0; turn < kTurns && column < p.out.columns; ++turn, column += kBlock * kChunk)
-    decode_chunk<F>(p, i, column, scale_of.at(p.first_row + i, p.first_column + column));
+  CodeWords<F, kChunk> words[kTurns];
+  decltype(scale_of.stored(0, 0)) scales[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const std::int64_t column = first + turn * (kBlock * kChunk);
+    if (column >= p.out.columns) continue;
+    words[turn] = load_chunk<F>(p, i, column);
+    scales[turn] = scale_of.stored(row, p.first_column + column);
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const std::int64_t column = first + turn * (kBlock * kChunk);
+    if (column < p.out.columns) store_values<F>(p, i, column, words[turn], scale_of.value(scales[turn]));
+  }
 }
 
 template <typename F, typename T, typename Scale>

@@ -145,17 +145,21 @@ __device__ void encode_words(float (&x)[kChunk], Scale scale, std::uint32_t (&wo
   }
 }
 
+// Drawn codes. Not inlined: a third of the time of compiling the kernels went into copies of this.
 template <typename F, typename Scale>
-__device__ void draw_words(float (&x)[kChunk], Scale scale, std::int64_t row, std::int64_t column, std::uint64_t seed,
-                           std::uint32_t (&words)[kChunk * F::kBits / 32]) {
+__device__ __noinline__ void draw_words(const float (&x)[kChunk], Scale scale, std::int64_t row, std::int64_t column, std::uint64_t seed,
+                                        std::uint32_t (&words)[kChunk * F::kBits / 32]) {
   constexpr int kPerWord = 32 / F::kBits;
-  divide(x, scale, 1.0f);
+  float quotients[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) quotients[i] = x[i];
+  divide(quotients, scale, 1.0f);
 #pragma unroll
   for (int i = 0; i < kChunk; i += 4) {
     const auto random = philox(seed, static_cast<std::uint64_t>(column + i) / 4, static_cast<std::uint64_t>(row));
     std::uint32_t four = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) four |= static_cast<std::uint32_t>(encode_stochastic<F>(x[i + j], random[j])) << (F::kBits * j);
+    for (int j = 0; j < 4; ++j) four |= static_cast<std::uint32_t>(encode_stochastic<F>(quotients[i + j], random[j])) << (F::kBits * j);
     if (i % kPerWord == 0) words[i / kPerWord] = four;
     else words[i / kPerWord] |= four << 16;
   }
@@ -174,8 +178,17 @@ struct Codes {
 template <typename F, typename Scale>
 __device__ void store_codes(float (&x)[kChunk], Scale scale, int count, std::int64_t row, std::int64_t column, const Codes& codes) {
   std::uint32_t words[kChunk * F::kBits / 32];
-  if (codes.is_stochastic) draw_words<F>(x, scale, row, column, codes.seed, words);
-  else encode_words<F>(x, scale, words);
+  if (codes.is_stochastic) {
+    float copy[kChunk];  // for which alone, and its codes, there is memory
+    std::uint32_t drawn[kChunk * F::kBits / 32];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) copy[i] = x[i];
+    draw_words<F>(copy, scale, row, column, codes.seed, drawn);
+#pragma unroll
+    for (int i = 0; i < kChunk * F::kBits / 32; ++i) words[i] = drawn[i];
+  } else {
+    encode_words<F>(x, scale, words);
+  }
   std::uint8_t* out = codes.data + row * codes.row_bytes + column * F::kBits / 8;
   if (codes.is_aligned && count == kChunk) {
     if constexpr (F::kBits == 4) *reinterpret_cast<uint2*>(out) = {words[0], words[1]};

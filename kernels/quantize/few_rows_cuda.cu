@@ -6,7 +6,7 @@
 namespace heddle::cuda {
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block
+constexpr int kMostWarps = 16;  // of a block
 
 template <typename T>
 struct FewRows {
@@ -38,18 +38,17 @@ struct FewRows {
 // A warp multiplies a tile of 16 rows of the weight with 8 rows of x, or two tiles with 16 rows, as many columns at a time as four lanes'
 // 16 bytes of codes are; a block's warps share the rows and take turns at the columns, and their sums are added at the end. Which 16 terms
 // meet in one product is free as long as both operands have the same: lane 4 g + t reads columns that lie together, the t-th of four such
-// pieces, of each of its rows of the weight. Block scales are those of a lane's columns, and codes times block scales are exact in bfloat16,
+// pieces, of each of its rows of the weight. Of E2M1 lanes 2 and 3 of four take the second half of theirs first, so that less of x is in the
+// same banks of the first-level cache. Block scales are those of a lane's columns, and codes times block scales are exact in bfloat16,
 // and in float16 where the scales are E4M3. A float32 scale is that of all columns of a step, and multiplies the sums.
 
 constexpr int kTile = 16;
 
-// Columns of a lane, a warp and a block at a time.
+// Columns of a lane and a warp at a time.
 template <typename F>
 constexpr int kLaneColumns = 128 / F::kBits;
 template <typename F>
 constexpr int kWarpColumns = 4 * kLaneColumns<F>;
-template <typename F>
-constexpr int kStep = kWarps * kWarpColumns<F>;
 static_assert(kFp8Block % kWarpColumns<E4M3> == 0 && kLaneColumns<E2M1> == kMxBlock && kLaneColumns<E2M1> == 2 * kNvBlock);
 
 // Eight codes as pairs, of E2M1 times `factor`: there the j-th and the (j + 4)-th make one, so that all are found by the same shifts.
@@ -93,6 +92,18 @@ struct LanePart {
       }
     }
   }
+
+  // Of E2M1.
+  __device__ void swap_halves() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      auto& words = codes[i].at;
+      const std::uint32_t first = words[0], second = words[1];
+      words[0] = words[2], words[1] = words[3], words[2] = first, words[3] = second;
+      if constexpr (kIsE4M3) scales[i] = static_cast<std::uint16_t>(scales[i] >> 8 | scales[i] << 8);
+    }
+  }
+
   static constexpr bool kIsE4M3 = std::is_same_v<Scale, E4M3Scale>, kIsE8M0 = std::is_same_v<Scale, E8M0Scale>;
   static constexpr float kOfSum = kIsE4M3 ? Fp4Fields<Half>::kFactor / Fp4Fields<Half>::kScaled : 1.0f;
 
@@ -104,7 +115,7 @@ struct LanePart {
   }
 };
 
-// Where the parts are, kStep columns apart.
+// Where the parts are, `step` columns apart.
 template <typename F, int kRows, typename Half, typename Scale>
 class LaneParts {
  public:
@@ -116,15 +127,15 @@ class LaneParts {
     }
   }
 
-  __device__ LanePart<F, kRows, Half, Scale> take(bool is_there) {
+  __device__ LanePart<F, kRows, Half, Scale> take(bool is_there, int step) {
     LanePart<F, kRows, Half, Scale> part;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (is_there) part.codes[i] = load_codes<F, kLaneColumns<F>>(codes_[i]);
-      codes_[i] += kStep<F> * F::kBits / 8;
+      codes_[i] += step / (8 / F::kBits);
       if constexpr (Scale::kIsByte) {
         if (is_there) part.scales[i] = Scale::kSize == kNvBlock ? *reinterpret_cast<const std::uint16_t*>(scales_[i]) : *scales_[i];
-        scales_[i] += kStep<F> / Scale::kSize;
+        scales_[i] += step / Scale::kSize;
       }
     }
     return part;
@@ -137,21 +148,26 @@ class LaneParts {
 
 // kTiles of the weight and of x. A multiprocessor has registers for 32 / kTiles such warps.
 template <typename F, int kTiles, typename Half, typename Scale>
-__global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kernel(const __grid_constant__ FewRows<Half> p, const Scale scale_of) {
+__global__ void __launch_bounds__(32 * kMostWarps, 32 / kMostWarps / kTiles)
+few_rows_kernel(const __grid_constant__ FewRows<Half> p, const Scale scale_of) {
   constexpr int kRows = 2 * kTiles;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kTile * kTiles);
   std::int64_t rows[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) rows[i] = min(first + g + 8 * i, p.rows - 1);
+  const int columns = static_cast<int>(p.columns), warps = static_cast<int>(blockDim.x) / 32, step = warps * kWarpColumns<F>;
   int column = warp * kWarpColumns<F> + t * kLaneColumns<F>;
-  const int columns = static_cast<int>(p.columns);
   LaneParts<F, kRows, Half, Scale> parts_of(p, scale_of, rows, column);
+  const bool is_swapped = F::kBits == 4 && t >= 2;
   const Half* x_row = p.x + g * p.x_stride + column;
   float sums[kTiles][kTiles][4] = {};
-  auto part = parts_of.take(column < columns);
-  for (int begin = warp * kWarpColumns<F>; begin < columns; begin += kStep<F>) {
-    const auto next = parts_of.take(column + kStep<F> < columns);
+  auto part = parts_of.take(column < columns, step);
+  for (int begin = warp * kWarpColumns<F>; begin < columns; begin += step) {
+    const auto next = parts_of.take(column + step < columns, step);
+    if constexpr (F::kBits == 4)
+      if (is_swapped) part.swap_halves();
+    const Half *x_first = x_row + (is_swapped ? 16 : 0), *x_second = x_row - (is_swapped ? 16 : 0);
     float unscaled[kTiles][kTiles][4] = {};
     auto& into = Scale::kIsByte ? sums : unscaled;
 #pragma unroll
@@ -159,8 +175,9 @@ __global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kerne
       std::uint32_t b[kTiles][4];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
+        const Half* from = (piece < 2 ? x_first : x_second) + 8 * n * p.x_stride + 8 * piece;
         uint4 x = {};
-        if (g + 8 * n < p.M && column < columns) x = *reinterpret_cast<const uint4*>(x_row + 8 * n * p.x_stride + 8 * piece);
+        if (g + 8 * n < p.M && column < columns) x = *reinterpret_cast<const uint4*>(from);
         order_pairs<F>(x, b[n]);
       }
 #pragma unroll
@@ -177,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kerne
     if constexpr (!Scale::kIsByte) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float scale = scale_of.at(rows[i], begin);
+        const float scale = scale_of.stored(rows[i], begin);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -188,11 +205,11 @@ __global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kerne
       }
     }
     part = next;
-    column += kStep<F>;
-    x_row += kStep<F>;
+    column += step;
+    x_row += step;
   }
 
-  __shared__ float parts[kWarps][8 * kTiles][kTile * kTiles + 1];
+  __shared__ float parts[kMostWarps][8 * kTiles][kTile * kTiles + 1];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -200,35 +217,36 @@ __global__ void __launch_bounds__(kThreads, 32 / kWarps / kTiles) few_rows_kerne
 #pragma unroll
       for (int c = 0; c < 4; ++c) parts[warp][8 * n + 2 * t + c % 2][kTile * i + g + c / 2 * 8] = sums[i][n][c];
   __syncthreads();
-  for (int e = threadIdx.x; e < p.M * kTile * kTiles; e += kThreads) {
+  for (int e = threadIdx.x; e < p.M * kTile * kTiles; e += static_cast<int>(blockDim.x)) {
     const int m = e / (kTile * kTiles), r = e % (kTile * kTiles);
     if (first + r >= p.rows) continue;
     float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += parts[w][m][r];
+    for (int w = 0; w < warps; ++w) sum += parts[w][m][r];
     p.store(scale_of.of_sum(sum * LanePart<F, kRows, Half, Scale>::kOfSum), m, first + r);
   }
 }
 
-// float32: a warp takes one row of the weight; its lanes decode neighbouring chunks, multiply them with kM rows of x, and add up their sums.
+// float32: a warp takes one row of the weight; its lanes decode neighbouring chunks, multiply them with the rows of x, and add up their sums.
+constexpr int kMostFloatRows = 4;
 constexpr int kCodeChunk = 8;  // of which all share a scale
 static_assert(kNvBlock % kCodeChunk == 0);
-template <typename F, int kM, typename Scale>
+template <typename F, typename Scale>
 __global__ void few_float_rows_kernel(const __grid_constant__ FewRows<float> p, const Scale scale_of) {
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * (kBlock / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= p.rows) return;
   const auto& scale_at = scale_of.of_tensor();
-  float sums[kM] = {};
+  float sums[kMostFloatRows] = {};
   for (std::int64_t column = lane * kCodeChunk; column < p.columns; column += 32 * kCodeChunk) {
     const auto words = load_codes<F, kCodeChunk>(p.codes + row * p.row_bytes + column * F::kBits / 8);
-    const float scale = scale_at.at(row, column);
+    const float scale = scale_at.value(scale_at.stored(row, column));
     float values[kCodeChunk];
     words.values(values);
 #pragma unroll
     for (int i = 0; i < kCodeChunk; i += 4)
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < kMostFloatRows; ++m) {
+        if (m >= p.M) continue;
         const float4 x = *reinterpret_cast<const float4*>(p.x + m * p.x_stride + column + i);
         sums[m] = fmaf(x.x, values[i] * scale, sums[m]);
         sums[m] = fmaf(x.y, values[i + 1] * scale, sums[m]);
@@ -237,32 +255,31 @@ __global__ void few_float_rows_kernel(const __grid_constant__ FewRows<float> p, 
       }
   }
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int m = 0; m < kMostFloatRows; ++m) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sums[m] += __shfl_xor_sync(0xFFFFFFFFu, sums[m], step);
-    if (lane == 0) p.store(sums[m], m, row);
+    if (lane == 0 && m < p.M) p.store(sums[m], m, row);
   }
 }
 
 unsigned blocks_of(std::int64_t rows, int each) { return static_cast<unsigned>((rows + each - 1) / each); }
 
+// Where blocks are few, more warps of them have more loads under way.
+template <typename F, int kTiles, typename Half, typename Scale>
+void launch_tiles(const FewRows<Half>& p, const Scale& scale, const ExecContext& ctx) {
+  const unsigned blocks = blocks_of(p.rows, kTile * kTiles), few = 3 * static_cast<unsigned>(device_info(ctx.device.index).multiprocessors);
+  few_rows_kernel<F, kTiles><<<blocks, 32 * (blocks < few ? kMostWarps : kMostWarps / 2), 0, stream_of(ctx)>>>(p, scale);
+}
+
 template <typename F, typename T, typename Scale>
 void launch(const QuantGemmArgs& args, const Scale& scale, const ExecContext& ctx) {
   const FewRows<T> p(args);
   if constexpr (std::is_same_v<T, float>) {
-    const auto run = [&]<int kM>(std::integral_constant<int, kM>) {
-      few_float_rows_kernel<F, kM><<<blocks_of(p.rows, kWarps), kThreads, 0, stream_of(ctx)>>>(p, scale);
-    };
-    switch (p.M) {
-      case 1: return run(std::integral_constant<int, 1>{});
-      case 2: return run(std::integral_constant<int, 2>{});
-      case 3: return run(std::integral_constant<int, 3>{});
-      default: return run(std::integral_constant<int, 4>{});
-    }
+    few_float_rows_kernel<F><<<blocks_of(p.rows, kBlock / 32), kBlock, 0, stream_of(ctx)>>>(p, scale);
   } else if (p.M <= 8) {
-    few_rows_kernel<F, 1><<<blocks_of(p.rows, kTile), kThreads, 0, stream_of(ctx)>>>(p, scale);
+    launch_tiles<F, 1>(p, scale, ctx);
   } else {
-    few_rows_kernel<F, 2><<<blocks_of(p.rows, 2 * kTile), kThreads, 0, stream_of(ctx)>>>(p, scale);
+    launch_tiles<F, 2>(p, scale, ctx);
   }
 }
 
@@ -278,8 +295,8 @@ bool is_taken(const QuantGemmArgs& args) {
   const QuantView& w = args.w;
   const bool is_float = args.x.dtype == DType::f32;
   const int piece = is_float ? kCodeChunk : (w.spec.is_fp8() ? kLaneColumns<E4M3> : kLaneColumns<E2M1>);
-  return !args.of_rows && args.x.shape[0] <= (is_float ? 4 : 16) && w.columns % piece == 0 && w.columns <= kMostColumns && is_wide(args.x) &&
-         args.x.strides[1] == 1 && args.out.strides[1] == 1 && (!args.bias.defined() || args.bias.is_contiguous()) &&
+  return !args.of_rows && args.x.shape[0] <= (is_float ? kMostFloatRows : kTile) && w.columns % piece == 0 && w.columns <= kMostColumns &&
+         is_wide(args.x) && args.x.strides[1] == 1 && args.out.strides[1] == 1 && (!args.bias.defined() || args.bias.is_contiguous()) &&
          reinterpret_cast<std::uintptr_t>(w.codes.data) % 16 == 0 && reinterpret_cast<std::uintptr_t>(w.scales.data) % 2 == 0 &&
          !(args.x.dtype == DType::f16 && w.spec.format == QuantFormat::mxfp4);
 }

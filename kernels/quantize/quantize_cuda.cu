@@ -48,7 +48,7 @@ __global__ void tensor_scale_kernel(const float* amax, float* scale) {
 __global__ void global_scale_kernel(const float* amax, ScaleSearch search, float* global) { *global = nvfp4_global(*amax, search); }
 
 template <typename F, typename T>
-__global__ void encode_kernel(const Rows<const T> x, const float* scale, const Codes codes) {
+__global__ void __launch_bounds__(kBlock, 4) encode_kernel(const Rows<const T> x, const float* scale, const Codes codes) {
   const float divisor = *scale;
   for_chunks(x, [&](const Chunk<T>& chunk, int count, std::int64_t row, std::int64_t column) {
     if (count <= 0) return;
@@ -111,10 +111,12 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 3 : 2) encode_tiles_k
   }
 }
 
-// The scale of the block that a chunk is a part of, from the chunk, if it is all, and the block's largest magnitude.
+// The scale of the block that a chunk is a part of, from the chunk, if it is all, and the block's largest magnitude. kBlocks of threads fit into a
+// multiprocessor.
 struct MxScale {
   static constexpr int kSize = kMxBlock;
   static constexpr bool kIsPower = true;
+  static constexpr int kBlocks = 4;
   MxRounding rounding;
   __device__ auto of_tensor() const {
     return [rounding = rounding](const float (&)[kChunk], float amax) { return mxfp4_scale(amax, rounding); };
@@ -125,6 +127,7 @@ template <ScaleSearch search>
 struct NvScale {
   static constexpr int kSize = kNvBlock;
   static constexpr bool kIsPower = false;
+  static constexpr int kBlocks = search == ScaleSearch::none ? 4 : 3;
   const float* global;
   ScaleRounding rounding;
   __device__ auto of_tensor() const {
@@ -134,9 +137,9 @@ struct NvScale {
 
 // A block is one chunk, or those of two neighbouring threads.
 template <typename T, typename Scale>
-__global__ void __launch_bounds__(kBlock, 3) encode_blocks_kernel(const Rows<const T> x, const Scale scale, std::uint8_t* scales,
-                                                                  std::int64_t scale_stride, const Codes codes) {
-  const auto scale_of = scale.of_tensor();
+__global__ void __launch_bounds__(kBlock, Scale::kBlocks) encode_blocks_kernel(const Rows<const T> x, const Scale rule, std::uint8_t* scales,
+                                                                               std::int64_t scale_stride, const Codes codes) {
+  const auto scale_of = rule.of_tensor();
   for_chunks(x, [&](const Chunk<T>& chunk, int count, std::int64_t row, std::int64_t column) {
     float values[kChunk];
     chunk.unpack(values);
