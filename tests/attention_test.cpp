@@ -8,6 +8,7 @@
 #include "kernels/attention/exp2.h"
 #include "kernels/runtime/parallel.h"
 #include "tests/support/attention_run.h"
+#include "tests/support/threads_guard.h"
 
 namespace heddle::test {
 namespace {
@@ -88,15 +89,6 @@ void expect_same_bits(const AttentionResults& a, const AttentionResults& b) {
 }
 
 double default_scale(std::int64_t D) { return 1.0 / std::sqrt(static_cast<double>(D)); }
-
-// Restores the number of threads.
-class ThreadsGuard {
- public:
-  ~ThreadsGuard() { set_num_threads(before_); }
-
- private:
-  int before_ = num_threads();
-};
 
 TEST(Attention, Exp2ErrorIsBelowItsStatedBound) {
   double worst = 0;

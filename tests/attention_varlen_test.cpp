@@ -5,6 +5,7 @@
 
 #include "kernels/runtime/parallel.h"
 #include "tests/support/attention_run.h"
+#include "tests/support/threads_guard.h"
 
 namespace heddle::test {
 namespace {
@@ -197,12 +198,11 @@ TEST(AttentionVarlen, WithoutSequencesEveryRowIsZero) {
 
 TEST(AttentionVarlen, BitsDoNotDependOnThreads) {
   const Batch batch = batch_of<float>({.Hq = 12, .Hkv = 6, .D = 24, .is_causal = true, .scale = 0.2}, kEndsQ, kEndsK, 1, 1);
-  const int before = num_threads();
+  const ThreadsGuard guard;
   set_num_threads(1);
   const AttentionResults one = batch.run<float>();
   set_num_threads(4);
   const AttentionResults four = batch.run<float>();
-  set_num_threads(before);
 
   expect_same(four, one, "");
 }

@@ -8,6 +8,7 @@
 #include "tests/support/adapters.h"
 #include "tests/support/compare.h"
 #include "tests/support/tensors.h"
+#include "tests/support/threads_guard.h"
 #include "tests/support/tiny_run.h"
 
 namespace heddle::lora {
@@ -131,6 +132,8 @@ TEST(LoraLinear, MergedWeightOfA16BitLayerIsSummedInFloat32AndRoundedOnce) {
 }
 
 TEST(LoraLinear, NoStepFormsAMatrixOfTheWeightsSize) {
+  const test::ThreadsGuard guard;
+  set_num_threads(1);  // each thread has 0.6 MB of its own for parts of products
   const std::int64_t size = 700;
   const LoraLinear layer(frozen_linear(random_tensor({size, size}, DType::f32)), {.a = random_tensor({2, size}, DType::f32), .b = random_tensor({size, 2}, DType::f32)});
   const Tensor x = random_leaf({3, size}, 1, DType::f32);
