@@ -48,8 +48,9 @@ int run_merge(const MergeCommand& command) {
   const fs::path adapter_folder = nn::open_adapter(command.adapter);
   follow_adapter(adapter_folder, folder, run);
   const DType dtype = nn::dtype_of(run.train.precision);
-  Generator generator{static_cast<std::uint64_t>(run.train.seed)};
-  nn::CausalLM model(run.model, {.dtype = DType::f32, .device = kCpu}, generator, run.attention.kernel);
+  config::RunConfig summed = run;
+  summed.train.precision = nn::Precision::fp32;
+  nn::CausalLM model = make_model(summed, kCpu, Weights::loaded_next);
   const bool is_quantized = load_model_weights(command.base, run, model, nn::Dtypes::converted);
   lora::Adapter adapter = lora::load_adapter(adapter_folder, model);
   std::map<std::string, std::shared_ptr<nn::LinearBase>> base;

@@ -2,13 +2,11 @@
 
 #include <gtest/gtest.h>
 
-#include <sstream>
-
 #include "kernels/runtime/context.h"
-#include "nn/posix_file.h"
 #include "quant/fp8_training.h"
 #include "tests/support/devices.h"
 #include "tests/support/reference_training.h"
+#include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
 
@@ -66,43 +64,14 @@ TEST_P(CudaFp8Training, TwentyLossesAreNearThoseOfBfloat16) {
   for (std::size_t i = 0; i < 20; i += 19) RecordProperty(concat_text("loss_", i), concat_text(found.losses[i], " for ", expected.losses[i]));
 }
 
-struct RunOptions {
-  std::int64_t interrupt_after = 100;
-  bool resumes = false;
-  bool has_graph = false;
-};
-
-nn::TrainResult train(const fs::path& folder, const Recipe& recipe, const RunOptions& options) {
+nn::TrainResult train(const fs::path& folder, const Recipe& recipe, const ShortRun& options) {
   nn::TransformerConfig model_config = tiny_config(recipe.architecture);
   model_config.hidden_size = 48;
   model_config.intermediate_size = 64;
   model_config.num_hidden_layers = 3;
   nn::CausalLM model = bf16_model(model_config);
   quant::use_fp8(model, recipe.history);
-  const TinyData data;
-  nn::TrainConfig config;
-  config.output_dir = folder;
-  config.max_steps = 7;
-  config.micro_batch_size = 3;
-  config.gradient_accumulation_steps = 2;
-  config.learning_rate = 1e-2;
-  config.warmup_steps = 2;
-  config.eval_steps = 2;
-  config.cuda_graph = options.has_graph;
-  if (options.resumes) config.resume_from_checkpoint = "auto";
-  std::ostringstream out;
-  nn::Trainer trainer(model, data, config,
-                      {.title = "test",
-                       .config_yaml = "train: {}\n",
-                       .interrupted = [after = options.interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= after; },
-                       .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
-  return trainer.run();
-}
-
-// Both have ended at step 7.
-void expect_same_bits(const fs::path& run, const fs::path& other) {
-  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
-    EXPECT_TRUE(nn::read_file(run / "checkpoint-7" / name) == nn::read_file(other / "checkpoint-7" / name)) << name;
+  return train_short_run(folder, model, options);
 }
 
 TEST_P(CudaFp8Training, ResumedRunEqualsTheUninterruptedOneBitForBit) {

@@ -4,14 +4,13 @@
 
 #include <cmath>
 #include <limits>
-#include <sstream>
 
 #include "kernels/runtime/context.h"
 #include "nn/checkpoint.h"
-#include "nn/posix_file.h"
 #include "tests/support/devices.h"
 #include "tests/support/error_of.h"
 #include "tests/support/reference_training.h"
+#include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
 
@@ -67,39 +66,9 @@ class CudaTraining : public NeedsCuda<testing::TestWithParam<DType>> {
 INSTANTIATE_TEST_SUITE_P(, CudaTraining, testing::Values(DType::f32, DType::bf16),
                          [](const auto& info) { return std::string(dtype_name(info.param)); });
 
-struct RunOptions {
-  std::int64_t interrupt_after = 100;
-  bool resumes = false;
-  bool has_graph = false;
-  double dropout = 0.2;
-};
-
-nn::TrainResult train(const fs::path& folder, DType dtype, const RunOptions& options) {
-  nn::CausalLM model = model_on(kCuda, dtype, 1, options.dropout);
-  const TinyData data;
-  nn::TrainConfig config;
-  config.output_dir = folder;
-  config.max_steps = 7;
-  config.micro_batch_size = 3;
-  config.gradient_accumulation_steps = 2;
-  config.learning_rate = 1e-2;
-  config.warmup_steps = 2;
-  config.eval_steps = 2;
-  config.cuda_graph = options.has_graph;
-  if (options.resumes) config.resume_from_checkpoint = "auto";
-  std::ostringstream out;
-  nn::Trainer trainer(model, data, config,
-                      {.title = "test",
-                       .config_yaml = "train: {}\n",
-                       .interrupted = [after = options.interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= after; },
-                       .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
-  return trainer.run();
-}
-
-// Both have ended at step 7.
-void expect_same_bits(const fs::path& run, const fs::path& other) {
-  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
-    EXPECT_TRUE(nn::read_file(run / "checkpoint-7" / name) == nn::read_file(other / "checkpoint-7" / name)) << name;
+nn::TrainResult train(const fs::path& folder, DType dtype, const ShortRun& options, double dropout = 0.2) {
+  nn::CausalLM model = model_on(kCuda, dtype, 1, dropout);
+  return train_short_run(folder, model, options);
 }
 
 TEST_P(CudaTraining, ResumedRunEqualsTheUninterruptedOneBitForBit) {
@@ -116,11 +85,11 @@ TEST_P(CudaTraining, ResumedRunEqualsTheUninterruptedOneBitForBit) {
 // Evaluations and checkpoints come between recorded steps, and a resumed run records its own.
 TEST_P(CudaTraining, RecordedStepsEqualPlainOnesBitForBit) {
   const TempFolder folder;
-  train(folder / "plain", GetParam(), {.dropout = 0});
+  train(folder / "plain", GetParam(), {}, 0);
 
-  train(folder / "recorded", GetParam(), {.has_graph = true, .dropout = 0});
-  train(folder / "parts", GetParam(), {.interrupt_after = 4, .has_graph = true, .dropout = 0});
-  train(folder / "parts", GetParam(), {.resumes = true, .has_graph = true, .dropout = 0});
+  train(folder / "recorded", GetParam(), {.has_graph = true}, 0);
+  train(folder / "parts", GetParam(), {.interrupt_after = 4, .has_graph = true}, 0);
+  train(folder / "parts", GetParam(), {.resumes = true, .has_graph = true}, 0);
 
   expect_same_bits(folder / "plain", folder / "recorded");
   expect_same_bits(folder / "plain", folder / "parts");

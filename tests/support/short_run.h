@@ -1,0 +1,52 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <sstream>
+
+#include "nn/posix_file.h"
+#include "nn/trainer.h"
+#include "tests/support/tiny_run.h"
+
+// Seven steps of training that can be cut short, resumed and recorded, to compare what they leave behind.
+namespace heddle::test {
+
+constexpr std::int64_t kShortRunSteps = 7;
+
+struct ShortRun {
+  std::int64_t interrupt_after = 100;  // steps
+  bool resumes = false;
+  bool has_graph = false;
+};
+
+inline nn::TrainResult train_short_run(const std::filesystem::path& folder, nn::CausalLM& model, const ShortRun& run) {
+  const TinyData data;
+  nn::TrainConfig config;
+  config.output_dir = folder;
+  config.max_steps = kShortRunSteps;
+  config.micro_batch_size = 3;
+  config.gradient_accumulation_steps = 2;
+  config.learning_rate = 1e-2;
+  config.warmup_steps = 2;
+  config.eval_steps = 2;
+  config.cuda_graph = run.has_graph;
+  if (run.resumes) config.resume_from_checkpoint = "auto";
+  std::ostringstream out;
+  nn::Trainer trainer(model, data, config,
+                      {.title = "test",
+                       .config_yaml = "train: {}\n",
+                       .interrupted = [after = run.interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= after; },
+                       .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
+  return trainer.run();
+}
+
+// Both have ended at the last step.
+inline void expect_same_bits(const std::filesystem::path& run, const std::filesystem::path& other) {
+  const std::string last = concat_text("checkpoint-", kShortRunSteps);
+  for (const char* name : {"model.safetensors", "optimizer.safetensors", "trainer_state.json"})
+    EXPECT_TRUE(nn::read_file(run / last / name) == nn::read_file(other / last / name)) << name;
+}
+
+}  // namespace heddle::test
