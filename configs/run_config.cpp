@@ -147,11 +147,14 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   if (base_model) attempt({{"model"}, [&](const RunConfig& run) { check_model_of_base(run, *base_model); }});
   reader.check("model", nn::conflicts(config.model));
   reader.check("train", nn::conflicts(config.train));
+  if (config.quantize) reader.check("quantize", quant::conflicts(*config.quantize));
   if (has_model) reader.check("", conflicts(config));
   attempt({{"model", "lora"}, check_lora});
   for (const RunCheck& check : checks) attempt(check);
   reader.finish();
   config.model = config.model.resolved();
+  if (config.quantize && config.quantize->rounding == quant::ElementRounding::stochastic && !config.quantize->seed)
+    config.quantize->seed = config.train.seed;
   return config;
 }
 

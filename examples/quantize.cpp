@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct QuantizeCommand {
-  std::string model, format, output, only, device = "auto";
+  std::string model, format, output, rounding, seed, only, device = "auto";
   std::vector<std::string> exclude, overrides;
   bool compares = false;
 };
@@ -40,6 +40,8 @@ config::RunConfig read_config(const QuantizeCommand& command, const fs::path& fo
   if (!command.compares) {
     overrides.push_back("quantize.format=" + command.format);
     overrides.push_back("quantize.exclude=" + list_text(excluded(command)));
+    if (!command.rounding.empty()) overrides.push_back("quantize.rounding=" + command.rounding);
+    if (!command.seed.empty()) overrides.push_back("quantize.seed=" + command.seed);
   }
   overrides.insert(overrides.end(), command.overrides.begin(), command.overrides.end());
   return config::load_run_config((folder / "config.yaml").string(), overrides);
@@ -56,6 +58,8 @@ int run_quantize(const QuantizeCommand& command) {
   if (command.compares == !command.output.empty() || command.compares != command.format.empty())
     throw ConfigError("quantize: give --format and --output, or --compare without them");
   if (!command.compares && !command.only.empty()) throw ConfigError("quantize: --only is for --compare; leave layers as they are with --exclude");
+  if (command.compares && !(command.rounding.empty() && command.seed.empty()))
+    throw ConfigError("quantize: --compare rounds to nearest; leave out --rounding and --seed");
   if (command.compares && !command.overrides.empty())
     throw ConfigError("quantize: --compare shows every form of every format; leave out --set " + nn::printable(command.overrides.front()));
   const fs::path folder = nn::open_weights(command.model);
@@ -91,6 +95,8 @@ void add_quantize_command(CLI::App& app, int& exit_code) {
   sub->add_option("--output", command->output, "A new folder for the quantised checkpoint")->check(new_folder());
   sub->add_option("--exclude", command->exclude, "A layer to leave as it is, beside lm_head: its name, the end of it, or wildcards")
       ->allow_extra_args(false);
+  sub->add_option("--rounding", command->rounding, "nearest, or stochastic: up or down by chance, right on average");
+  sub->add_option("--seed", command->seed, "Of stochastic rounding; the run's own if left out")->check(integer_in(0));
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);
   sub->add_flag("--compare", command->compares, "Print what every format would cost, and write nothing");
   sub->add_option("--only", command->only, "Compare on the layers of this name or pattern alone");

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -25,6 +27,11 @@ inline constexpr std::array<std::pair<std::string_view, ScaleSearch>, 3> kSearch
 inline constexpr std::array<std::pair<std::string_view, MxRounding>, 2> kMxRoundingNames{
     {{"floor", MxRounding::floor}, {"ceil", MxRounding::ceil}}};
 
+// How an element becomes one of the two codes beside it. Drawn by chance, it reads as itself on average, with about twice the squared error.
+enum class ElementRounding { nearest, stochastic };
+inline constexpr std::array<std::pair<std::string_view, ElementRounding>, 2> kElementRoundingNames{
+    {{"nearest", ElementRounding::nearest}, {"stochastic", ElementRounding::stochastic}}};
+
 inline constexpr std::array<std::pair<std::string_view, QuantCompute>, 2> kComputeNames{{{"fp8", QuantCompute::fp8}, {"bf16", QuantCompute::wide}}};
 
 // Which layers of a model are quantised, and to what.
@@ -34,6 +41,8 @@ struct QuantConfig {
   ScaleRounding nvfp4_scale_rounding = ScaleRounding::nearest;
   ScaleSearch nvfp4_scale_search = ScaleSearch::none;
   MxRounding mxfp4_scale = MxRounding::floor;
+  ElementRounding rounding = ElementRounding::nearest;
+  std::optional<std::int64_t> seed;  // of stochastic rounding, and only there
   QuantCompute compute = QuantCompute::fp8;  // of FP8 weights; others are always decoded
   // Layers that stay as they are: names or their ends after a dot ("o_proj", "layers.0.mlp.*"), with the wildcards of fnmatch.
   // Embeddings and norms always stay.
@@ -46,5 +55,7 @@ struct QuantConfig {
 
 // The keys of a `quantize` section.
 std::vector<nn::Field> fields(QuantConfig& config);
+// Scale searches look for the least error of rounding to nearest.
+std::vector<nn::Conflict> conflicts(const QuantConfig& config);
 
 }  // namespace heddle::quant

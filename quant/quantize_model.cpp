@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "kernels/runtime/random.h"
 #include "nn/linear.h"
 #include "quant/quant_linear.h"
 
@@ -25,6 +26,7 @@ bool matches(const std::string& pattern, const std::string& name) {
 struct Layer {
   std::string name;
   std::shared_ptr<nn::Linear> layer;
+  std::size_t index;  // among the model's linear layers
 };
 
 std::vector<Layer> plain_layers(const nn::Module& model) {
@@ -33,7 +35,7 @@ std::vector<Layer> plain_layers(const nn::Module& model) {
     if (std::dynamic_pointer_cast<nn::LinearBase>(module) == nullptr) continue;
     const auto layer = std::dynamic_pointer_cast<nn::Linear>(module);
     HEDDLE_CHECK(layer != nullptr, "quantize: '", name, "' is already quantised or has an adapter; quantise the plain model");
-    out.push_back({name, layer});
+    out.push_back({name, layer, out.size()});
   }
   return out;
 }
@@ -75,7 +77,7 @@ std::string fused_with(const std::string& name) {
 std::map<std::string, Tensor> shared_magnitudes(const std::vector<Layer>& layers, const QuantSpec& spec) {
   std::map<std::string, Tensor> out;
   if (spec.format != QuantFormat::nvfp4) return out;
-  for (const auto& [name, layer] : layers) {
+  for (const auto& [name, layer, index] : layers) {
     const Tensor own = largest_magnitude(name + ".weight", layer->weight());
     Tensor& shared = out[fused_with(name)];
     if (!shared.defined() || own.item() > shared.item()) shared = own;
@@ -83,14 +85,21 @@ std::map<std::string, Tensor> shared_magnitudes(const std::vector<Layer>& layers
   return out;
 }
 
-// Calls body(layer, packed) for every layer and its quantised weight.
+// Elements at one place of two layers are not to be drawn alike.
+std::uint64_t seed_of_layer(std::int64_t seed, std::size_t index) {
+  const auto words = philox(static_cast<std::uint64_t>(seed), index, 0);
+  return std::uint64_t{words[1]} << 32 | words[0];
+}
+
+// Calls body(layer, packed) for every layer and its quantised weight, rounded stochastically if there is a seed.
 template <typename Body>
-void for_packed(const std::vector<Layer>& layers, const QuantSpec& spec, const Body& body) {
+void for_packed(const std::vector<Layer>& layers, const QuantSpec& spec, std::optional<std::int64_t> seed, const Body& body) {
   const std::map<std::string, Tensor> magnitudes = shared_magnitudes(layers, spec);
   for (const Layer& layer : layers) {
     const auto shared = magnitudes.find(fused_with(layer.name));
     body(layer, QuantizedWeight::quantize(layer.name + ".weight", layer.layer->weight(), spec,
-                                          shared == magnitudes.end() ? Tensor() : shared->second));
+                                          shared == magnitudes.end() ? Tensor() : shared->second,
+                                          seed ? std::optional(seed_of_layer(*seed, layer.index)) : std::nullopt));
   }
 }
 
@@ -146,11 +155,13 @@ bool is_excluded(const std::string& layer, const std::vector<std::string>& patte
 }
 
 QuantReport quantize_model(nn::Module& model, const QuantConfig& config) {
+  nn::require_valid("quantize", {}, conflicts(config));
+  HEDDLE_CHECK(config.seed || config.rounding == ElementRounding::nearest, "quantize: stochastic rounding needs a seed");
   const QuantSpec spec = config.spec();
   const Selection selection = select_layers(model, config.exclude);
-  QuantReport report{.layers = {}, .kept = selection.kept};
+  QuantReport report{.layers = {}, .kept = selection.kept, .seed = config.seed};
   std::vector<std::shared_ptr<QuantLinear>> quantized;
-  for_packed(selection.chosen, spec, [&](const Layer& layer, const QuantizedWeight& packed) {
+  for_packed(selection.chosen, spec, config.seed, [&](const Layer& layer, const QuantizedWeight& packed) {
     const Tensor& weight = layer.layer->weight();
     report.layers.push_back({layer.name, spec, weight.size(0), weight.size(1), weight.nbytes(), packed.nbytes(), packed.bits_per_weight(),
                              quant_error(weight, packed)});
@@ -186,7 +197,8 @@ std::string summary(const QuantReport& report) {
   QuantError error;
   for (const LayerReport& layer : report.layers) error.add(layer.error);
   return concat_text(report.layers.size(), " layers: ", total.weights, " weights, ", total.dense_bytes, " bytes before, ", total.bytes, " after (",
-                     text("%.4f", total.bits()), " bits a weight), SQNR ", text("%.2f", error.sqnr_db()), " dB");
+                     text("%.4f", total.bits()), " bits a weight), SQNR ", text("%.2f", error.sqnr_db()), " dB",
+                     report.seed ? concat_text(", rounded stochastically with seed ", *report.seed) : "");
 }
 
 std::string to_table(const QuantReport& report) {
@@ -225,7 +237,7 @@ std::string scoreboard(const nn::Module& model, const std::vector<std::string>& 
   for (const auto& [name, spec] : comparable_specs()) {
     QuantError error;
     std::int64_t bytes = 0;
-    for_packed(layers, spec, [&](const Layer& layer, const QuantizedWeight& packed) {
+    for_packed(layers, spec, {}, [&](const Layer& layer, const QuantizedWeight& packed) {
       error.add(quant_error(layer.layer->weight(), packed));
       bytes += packed.nbytes();
     });
@@ -253,6 +265,8 @@ std::string to_json(const QuantReport& report) {
   const Total total(report);
   const json out = {{"layers", layers},
                     {"kept", report.kept},
+                    {"rounding", report.seed ? "stochastic" : "nearest"},
+                    {"seed", report.seed ? json(*report.seed) : json()},
                     {"weights", total.weights},
                     {"bytes_before", total.dense_bytes},
                     {"bytes_after", total.bytes},

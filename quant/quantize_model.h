@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,10 +24,12 @@ struct LayerReport {
 struct QuantReport {
   std::vector<LayerReport> layers;
   std::vector<std::string> kept;  // Linear layers that an exclude pattern names
+  std::optional<std::int64_t> seed = {};  // of stochastic rounding
 };
 
 // Puts a QuantLinear in the place of every Linear layer of the model that no exclude pattern names. In nvfp4 the queries', keys' and
-// values' projections of a layer share a tensor scale, and so do gate and up: programs that run them as one product need it. Throws
+// values' projections of a layer share a tensor scale, and so do gate and up: programs that run them as one product need it. Stochastic
+// rounding draws for each layer of the model anew, whatever is excluded. Throws ConfigError for a config that contradicts itself,
 // nn::BadValue for a pattern that names no linear layer (other than lm_head, which a tied model lacks), heddle::Error for a weight
 // that is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is then unchanged.
 QuantReport quantize_model(nn::Module& model, const QuantConfig& config);

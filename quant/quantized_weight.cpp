@@ -88,7 +88,8 @@ QuantizedWeight::QuantizedWeight(const std::string& name, const QuantSpec& spec,
   check_scales(name, spec, parts);
 }
 
-QuantizedWeight QuantizedWeight::quantize(const std::string& name, const Tensor& weight, const QuantSpec& spec, const Tensor& amax) {
+QuantizedWeight QuantizedWeight::quantize(const std::string& name, const Tensor& weight, const QuantSpec& spec, const Tensor& amax,
+                                          std::optional<std::uint64_t> seed) {
   const Tensor source = as_source(weight), largest = amax.defined() ? amax : largest_magnitude(name, weight);
   const std::int64_t out = source.size(0), in = source.size(1);
   const QuantLayout layout = quant_layout(spec, out, in);
@@ -99,7 +100,8 @@ QuantizedWeight QuantizedWeight::quantize(const std::string& name, const Tensor&
                     .amax = largest.view(),
                     .codes = parts.codes.mutable_view(),
                     .scales = parts.scales.mutable_view(),
-                    .global = layout.has_global ? parts.global.mutable_view() : MutView{}},
+                    .global = layout.has_global ? parts.global.mutable_view() : MutView{},
+                    .seed = seed},
                    device_context(source.device()));
   return {spec, out, in, parts};
 }

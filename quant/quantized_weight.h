@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "autograd/tensor.h"
@@ -22,8 +23,9 @@ class QuantizedWeight {
   QuantizedWeight(const std::string& name, const QuantSpec& spec, std::int64_t out_features, std::int64_t in_features, const Parts& parts);
 
   // Quantises weight [out, in] of any floating dtype, read as float32 at most. Weights that are to share their tensor scale share
-  // `amax`, the result of largest_magnitude. Throws heddle::Error as that does.
-  static QuantizedWeight quantize(const std::string& name, const Tensor& weight, const QuantSpec& spec, const Tensor& amax = {});
+  // `amax`, the result of largest_magnitude; a `seed` has elements rounded stochastically. Throws heddle::Error as largest_magnitude does.
+  static QuantizedWeight quantize(const std::string& name, const Tensor& weight, const QuantSpec& spec, const Tensor& amax = {},
+                                  std::optional<std::uint64_t> seed = {});
 
   const QuantSpec& spec() const { return spec_; }
   std::int64_t out_features() const { return out_; }

@@ -83,12 +83,30 @@ TEST_F(Config, EveryKeySurvivesWritingAndReading) {
   config.quantize = quant::QuantConfig{.format = QuantFormat::mxfp4,
                                        .fp8_scale = ScaleGrain::block,
                                        .nvfp4_scale_rounding = ScaleRounding::up,
-                                       .nvfp4_scale_search = ScaleSearch::four_over_six,
+                                       .nvfp4_scale_search = ScaleSearch::none,
                                        .mxfp4_scale = MxRounding::ceil,
+                                       .rounding = quant::ElementRounding::stochastic,
+                                       .seed = 5,
                                        .compute = QuantCompute::wide,
                                        .exclude = {"o_proj"}};
 
   EXPECT_EQ(load(write(to_yaml(config))), config);
+}
+
+TEST_F(Config, StochasticRoundingHasTheSeedOfTheRun) {
+  const std::string path = write(kRequiredKeys);
+  const std::vector<std::string> drawn = {"quantize.format=nvfp4", "quantize.rounding=stochastic", "train.seed=7"};
+  const auto seed_with = [&](const std::string& set) {
+    std::vector<std::string> all = drawn;
+    all.push_back(set);
+    return load_run_config(path, all).quantize->seed;
+  };
+
+  EXPECT_EQ(load_run_config(path, drawn).quantize->seed, 7);
+  EXPECT_EQ(seed_with("quantize.seed=8"), 8);
+  EXPECT_EQ(seed_with("quantize.rounding=nearest"), std::nullopt);
+  EXPECT_EQ(mistakes(path, {"quantize.format=nvfp4", "quantize.seed=8"}),
+            "--set quantize.seed: expected null beside quantize.rounding (nearest, the default), got 8");
 }
 
 TEST_F(Config, ReadmeTableListsEveryKeyWithItsBoundAndDefault) {

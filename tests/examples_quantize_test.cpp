@@ -94,6 +94,27 @@ TEST(Tool, QuantisesAModelThatThenGenerates) {
   EXPECT_EQ(heddle("quantize --model " + out + " --compare").exit_code, 2);
 }
 
+TEST(Tool, QuantisesStochasticallyAsTheSeedSays) {
+  const test::TempFolder folder;
+  const std::string model = (folder.path() / "run").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
+  const auto quantise = [&](const char* name, const std::string& rest) {
+    return heddle("quantize --model " + model + " --format mxfp4 --output " + (folder.path() / name).string() + rest);
+  };
+  const auto file = [&](const char* name) { return nn::read_file(folder.path() / name); };
+  for (const auto& [name, seed] : {std::pair{"a", "3"}, std::pair{"b", "3"}, std::pair{"c", "4"}}) {
+    const Outcome outcome = quantise(name, std::string(" --rounding stochastic --seed ") + seed);
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  }
+  const Outcome alone = quantise("d", " --seed 3");
+
+  EXPECT_TRUE(file("a/model.safetensors") == file("b/model.safetensors"));
+  EXPECT_FALSE(file("a/model.safetensors") == file("c/model.safetensors"));
+  EXPECT_NE(file("c/report.json").find("\"rounding\": \"stochastic\",\n  \"seed\": 4,"), std::string::npos) << file("c/report.json");
+  EXPECT_EQ(alone.exit_code, 2);
+  EXPECT_EQ(alone.output, "heddle: --set quantize.seed: expected null beside quantize.rounding (nearest, the default), got 3\n");
+}
+
 TEST(Tool, QuantisesIntoANewFolderOnly) {
   const test::TempFolder folder;
   const std::string model = (folder.path() / "run").string();

@@ -2,6 +2,8 @@
 
 #include <cstdio>
 #include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "autograd/grad_mode.h"
@@ -179,6 +181,31 @@ TEST(QuantError, IsThatOfTheWorkedExample) {
   EXPECT_NEAR(error.peak(), 1.31306, 1e-5);     // 1 / sqrt(0.58)
 }
 
+// Of 0.45 beside 1 rounding to nearest reads one of the two values next to it, always the same, at least 0.3 of their distance off. A draw
+// is either of the two, so its standard deviation is at most half their distance; the mean of n draws stays within 5 of its own.
+TEST(QuantizedWeight, RoundedStochasticallyHasNoBias) {
+  constexpr std::int64_t kRows = 64, kColumns = 256, kDraws = kRows * kColumns * 15 / 16;
+  std::vector<float> values(kRows * kColumns, 0.45f);
+  for (std::size_t i = 0; i < values.size(); i += 16) values[i] = 1;
+  const Tensor weight = Tensor::from_vector(values, {kRows, kColumns});
+  using enum QuantFormat;
+  for (const QuantSpec& spec : {QuantSpec{.format = fp8_e4m3, .grain = ScaleGrain::channel}, QuantSpec{.format = fp8_e5m2, .grain = ScaleGrain::block},
+                                QuantSpec{.format = fp4}, QuantSpec{.format = mxfp4, .mx_rounding = MxRounding::ceil}, kNvfp4}) {
+    double sum = 0, low = 1, high = 0;
+    const std::vector<double> read = QuantizedWeight::quantize("w", weight, spec, {}, /*seed=*/3).dequantize(DType::f64).to_doubles();
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      if (i % 16 == 0) continue;
+      sum += read[i];
+      low = std::min(low, read[i]);
+      high = std::max(high, read[i]);
+    }
+
+    ASSERT_LT(low, 0.45) << name_of(spec.format);
+    ASSERT_GT(high, 0.45) << name_of(spec.format);
+    EXPECT_NEAR(sum / kDraws, 0.45, 5 * (high - low) / 2 / std::sqrt(kDraws)) << name_of(spec.format);
+  }
+}
+
 QuantConfig nvfp4_config() {
   QuantConfig config;
   config.format = QuantFormat::nvfp4;
@@ -268,6 +295,53 @@ TEST(QuantizeModel, RefusesWhatItCannotDoAndChangesNothing) {
   quantize_model(model, nvfp4_config());
   EXPECT_EQ(error_of([&] { quantize_model(model, nvfp4_config()); }),
             "quantize: 'model.layers.0.self_attn.q_proj' is already quantised or has an adapter; quantise the plain model");
+}
+
+TEST(QuantizeModel, RoundsStochasticallyAsItsSeedSays) {
+  const auto codes = [](std::int64_t seed, const std::vector<std::string>& exclude = {"lm_head"}) {
+    nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+    {
+      const NoGradGuard no_grad;
+      Tensor gate;
+      for (const auto& [name, tensor] : model.parameters())
+        if (name.ends_with("layers.0.mlp.gate_proj.weight")) gate = tensor;
+        else if (name.ends_with("layers.0.mlp.up_proj.weight")) tensor.copy_(gate);
+    }
+    QuantConfig config = nvfp4_config();
+    config.rounding = quant::ElementRounding::stochastic;
+    config.seed = seed;
+    config.exclude = exclude;
+    const QuantReport report = quantize_model(model, config);
+    EXPECT_EQ(nlohmann::json::parse(to_json(report)).at("rounding"), "stochastic");
+    EXPECT_EQ(nlohmann::json::parse(to_json(report)).at("seed"), seed);
+    std::map<std::string, std::vector<std::uint8_t>> out;
+    for (const char* name : {"down", "gate", "up"})
+      out[name] = quant_layer(model, concat_text("model.layers.0.mlp.", name, "_proj")).weight().parts().codes.to_vector<std::uint8_t>();
+    return out;
+  };
+  auto first = codes(3), other = codes(4);
+
+  EXPECT_EQ(codes(3, {"lm_head", "q_proj"}), first);
+  EXPECT_NE(other["down"], first["down"]);
+  EXPECT_NE(first["up"], first["gate"]);  // of equal weights
+}
+
+TEST(QuantizeModel, RefusesSeedsAndSearchesThatWouldDoNothing) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config());
+  const auto error_with = [&](const auto& change) {
+    QuantConfig config = nvfp4_config();
+    change(config);
+    return error_of([&] { quantize_model(model, config); });
+  };
+
+  EXPECT_EQ(error_with([](QuantConfig& c) { c.seed = 3; }), "quantize.seed: expected null beside rounding (nearest), got 3");
+  EXPECT_EQ(error_with([](QuantConfig& c) { c.rounding = quant::ElementRounding::stochastic; }), "quantize: stochastic rounding needs a seed");
+  EXPECT_EQ(error_with([](QuantConfig& c) {
+              c.rounding = quant::ElementRounding::stochastic;
+              c.seed = 3;
+              c.nvfp4_scale_search = ScaleSearch::mse;
+            }),
+            "quantize.nvfp4_scale_search: expected none beside rounding (stochastic), got mse");
 }
 
 TEST(QuantReport, ShowsEveryLayer) {
