@@ -59,7 +59,7 @@ int run_merge(const MergeCommand& command) {
   adapter.merge(model, is_quantized ? lora::Quantised::decoded : lora::Quantised::refused);
   quant::dequantize_model(model);
 
-  nn::save_weights(out.path() / "model.safetensors", model, is_quantized ? DType::bf16 : dtype);
+  nn::save_weights(out.path(), model, is_quantized ? DType::bf16 : dtype);
   nn::write_file(out.path() / "config.yaml", is_quantized ? config::to_yaml(dense_config(run)) : nn::read_file(folder / "config.yaml"));
   out.commit();
   std::size_t layers = 0;

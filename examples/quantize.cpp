@@ -7,6 +7,7 @@
 #include "examples/run_setup.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
+#include "nn/tensor_files.h"
 #include "quant/quant_file.h"
 #include "quant/quant_layout.h"
 #include "quant/quantize_model.h"
@@ -72,7 +73,7 @@ int run_quantize(const QuantizeCommand& command) {
     out.emplace(command.output);
   }
   nn::CausalLM model = make_model(run, choose_device(command.device), Weights::loaded_next);
-  nn::load_weights(folder / "model.safetensors", model);
+  nn::load_weights(folder, model);
   if (command.compares) {
     std::cout << quant::scoreboard(model, excluded(command), command.only.empty() ? "*" : command.only);
     return 0;
@@ -81,7 +82,7 @@ int run_quantize(const QuantizeCommand& command) {
   std::cout << quant::to_table(report);
   write_model(out->path(), model, run, report);
   out->commit();
-  std::cout << "wrote " << nn::printable(command.output) << ": model.safetensors, config.json, config.yaml, report.json, report.svg\n";
+  std::cout << "wrote " << nn::printable(command.output) << ": " << nn::kWeightsFile << ", config.json, config.yaml, report.json, report.svg\n";
   return 0;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <iostream>
+#include <set>
 #include <utility>
 
 #include "kernels/runtime/context.h"
@@ -142,7 +143,7 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
   const std::filesystem::path folder = nn::open_weights(path);
   const bool is_stored = quant::has_quantized(folder);
   if (!is_stored && !run.quantize) {
-    nn::load_weights(folder / "model.safetensors", model, dtypes);
+    nn::load_weights(folder, model, dtypes);
     return false;
   }
   const quant::QuantConfig config = run.quantize.value_or(quant::QuantConfig{});
@@ -152,12 +153,11 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
   } else if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, config.compute); !ignored.empty()) {
     std::cerr << "heddle: not used: " << ignored.size() << " scales of activations, " << nn::printable(ignored.front()) << " the first\n";
   }
-  for (const auto& [name, module] : model.modules()) {
-    const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module);
-    if (layer == nullptr) continue;
-    std::cerr << "heddle: " << quant::describe_products(layer->weight().spec(), config.compute, model.device(), layer->dtype()) << '\n';
-    break;
-  }
+  std::set<std::string> products;
+  for (const auto& [name, module] : model.modules())
+    if (const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module); layer != nullptr)
+      products.insert(quant::describe_products(layer->weight().spec(), config.compute, model.device(), layer->dtype()));
+  for (const std::string& line : products) std::cerr << "heddle: " << line << '\n';
   return true;
 }
 

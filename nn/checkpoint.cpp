@@ -13,6 +13,7 @@
 #include "nn/atomic_file.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
+#include "nn/tensor_files.h"
 
 namespace heddle::nn {
 namespace {
@@ -22,7 +23,6 @@ using nlohmann::json;
 
 constexpr int kFormatVersion = 1;
 constexpr std::string_view kFolderPrefix = "checkpoint-";
-const char* const kWeightsFile = "model.safetensors";
 const char* const kOptimizerFile = "optimizer.safetensors";
 const char* const kStateFile = "trainer_state.json";
 const char* const kConfigFile = "config.yaml";
@@ -123,34 +123,34 @@ std::vector<NamedTensor> training_state(const CausalLM& model, const AdamW& opti
   return out;
 }
 
-// Reads a whole file, checks it against the tensors it goes to, and only then lets it be copied.
+// Reads whole files, checks them against the tensors they go to, and only then lets it be copied.
 class Restore {
  public:
-  // `ignored` may be in the file without a target.
-  void match(const SafetensorsFile& file, const std::vector<NamedTensor>& targets, const std::set<std::string>& ignored = {},
+  // `ignored` may be in the files without a target.
+  void match(const TensorFiles& files, const std::vector<NamedTensor>& targets, const std::set<std::string>& ignored = {},
              Dtypes dtypes = Dtypes::equal) {
     std::set<std::string> known = ignored;
     for (const NamedTensor& target : targets) {
       known.insert(target.name);
-      if (!file.contains(target.name)) {
-        problem(file, concat_text("missing ", target.name, ", ", target.tensor.dtype(), " ", target.tensor.shape()));
+      if (!files.contains(target.name)) {
+        problem(files, target.name, concat_text("missing ", target.name, ", ", target.tensor.dtype(), " ", target.tensor.shape()));
         continue;
       }
-      const Tensor source = file.read(target.name);
+      const Tensor source = files.read(target.name);
       const bool has_dtype = source.dtype() == target.tensor.dtype() || (dtypes == Dtypes::converted && is_floating(source.dtype()));
       if (source.shape() != target.tensor.shape() || !has_dtype)
-        problem(file, concat_text(target.name, " is ", source.dtype(), " ", source.shape(), ", expected ",
-                                  target.tensor.dtype(), " ", target.tensor.shape()));
+        problem(files, target.name, concat_text(target.name, " is ", source.dtype(), " ", source.shape(), ", expected ",
+                                                target.tensor.dtype(), " ", target.tensor.shape()));
       else if (!first_nonfinite({{target.name, source}}).empty())
-        problem(file, concat_text(target.name, " holds NaN or infinity"));
+        problem(files, target.name, concat_text(target.name, " holds NaN or infinity"));
       copies_.push_back({target.tensor, source});
     }
-    for (const std::string& name : file.names())
-      if (known.count(name) == 0) problem(file, concat_text("unexpected ", printable(name)));
+    for (const std::string& name : files.names())
+      if (known.count(name) == 0) problem(files, name, concat_text("unexpected ", printable(name)));
   }
 
-  void problem(const SafetensorsFile& file, const std::string& text) {
-    problems_ += concat_text("\n  ", file.path().filename().native(), ": ", text);
+  void problem(const TensorFiles& files, const std::string& name, const std::string& text) {
+    problems_ += concat_text("\n  ", printable(files.file_name(name)), ": ", text);
   }
 
   void commit(const fs::path& where) const {
@@ -174,27 +174,21 @@ bool same_bytes(const Tensor& a, const Tensor& b) {
          std::memcmp(a.view().data, b.view().data, static_cast<std::size_t>(a.nbytes())) == 0;
 }
 
-void match_weights(Restore& restore, const SafetensorsFile& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal) {
+void match_weights(Restore& restore, const fs::path& folder, const CausalLM& model, Dtypes dtypes = Dtypes::equal) {
+  const TensorFiles files = TensorFiles::of_model(folder);
   const bool is_tied = model.config().tied();
-  restore.match(file, model.parameters(), is_tied ? std::set<std::string>{kHeadName} : std::set<std::string>{}, dtypes);
-  if (is_tied && file.contains(kHeadName) && file.contains(kEmbeddingName) &&
-      !same_bytes(file.read(kHeadName), file.read(kEmbeddingName)))
-    restore.problem(file, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
+  restore.match(files, model.parameters(), is_tied ? std::set<std::string>{kHeadName} : std::set<std::string>{}, dtypes);
+  if (is_tied && files.contains(kHeadName) && files.contains(kEmbeddingName) &&
+      !same_bytes(files.read(kHeadName), files.read(kEmbeddingName)))
+    restore.problem(files, kHeadName, concat_text(kHeadName, " differs from ", kEmbeddingName, ", but the config ties them"));
 }
 
-// Whether there is something at a path of the user's; throws if that cannot be known.
-bool is_present(const fs::path& path) {
-  std::error_code error;
-  const bool found = fs::exists(path, error);
-  if (error) throw_file_error("cannot examine", path, error.value());
-  return found;
-}
-
-bool holds_adapter(const fs::path& folder) { return is_present(folder / kAdapterFile) && !is_present(folder / kWeightsFile); }
+bool holds_adapter(const fs::path& folder) { return is_present(folder / kAdapterFile) && !has_weights(folder); }
 
 // Both throw if a file is missing or damaged.
 void check_weights(const fs::path& folder) {
-  const SafetensorsFile header(folder / (holds_adapter(folder) ? kAdapterFile : kWeightsFile));
+  if (holds_adapter(folder)) SafetensorsFile(folder / kAdapterFile);
+  else TensorFiles::of_model(folder);
   HEDDLE_CHECK(fs::is_regular_file(folder / kConfigFile), printable_path(folder), ": ", kConfigFile, " is missing");
 }
 
@@ -233,24 +227,24 @@ TrainerState load_checkpoint(const fs::path& folder, const CausalLM& model, cons
   if (adapter)
     HEDDLE_CHECK(base_of(folder) == adapter->base, printable_path(folder), " was trained on another base than this one; restore it");
   Restore restore;
-  if (!adapter) match_weights(restore, SafetensorsFile(folder / kWeightsFile), model);
-  restore.match(SafetensorsFile(folder / kOptimizerFile), training_state(model, optimizer, adapter));
+  if (!adapter) match_weights(restore, folder, model);
+  restore.match(TensorFiles(folder / kOptimizerFile), training_state(model, optimizer, adapter));
   restore.commit(folder);
   return state;
 }
 
-void load_weights(const fs::path& file, const CausalLM& model, Dtypes dtypes) {
+void load_weights(const fs::path& folder, const CausalLM& model, Dtypes dtypes) {
   Restore restore;
-  match_weights(restore, SafetensorsFile(file), model, dtypes);
-  restore.commit(file);
+  match_weights(restore, folder, model, dtypes);
+  restore.commit(folder);
 }
 
-void save_weights(const fs::path& file, const CausalLM& model, DType dtype) {
+void save_weights(const fs::path& folder, const CausalLM& model, DType dtype) {
   std::vector<NamedTensor> weights = model.parameters();
   for (NamedTensor& weight : weights) weight.tensor = cast(weight.tensor.detach(), dtype);
   const std::string bad = first_nonfinite(weights);
-  HEDDLE_CHECK(bad.empty(), printable_path(file), ": not saved, ", bad, " holds NaN or infinity");
-  write_tensors(file, weights);
+  HEDDLE_CHECK(bad.empty(), printable_path(folder), ": not saved, ", bad, " holds NaN or infinity");
+  write_tensors(folder / kWeightsFile, weights);
 }
 
 std::vector<Checkpoint> find_checkpoints(const fs::path& output_dir, std::ostream* warnings) {
@@ -284,7 +278,7 @@ std::optional<Checkpoint> find_best_checkpoint(const fs::path& output_dir) {
 
 Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
   HEDDLE_CHECK(is_present(path) && fs::is_directory(path), printable_path(path), " is not a folder; give a checkpoint or the output folder of a run");
-  if (is_present(path / kStateFile) || is_present(path / kWeightsFile)) return check_folder(path);
+  if (is_present(path / kStateFile) || has_weights(path)) return check_folder(path);
   std::ostringstream damage;
   const auto last = find_last_checkpoint(path, &damage);
   HEDDLE_CHECK(last, printable_path(path), " holds no complete checkpoint; give one, or the output folder of a run",
@@ -293,7 +287,7 @@ Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
 }
 
 fs::path open_weights(const fs::path& path) {
-  const bool is_run = !is_present(path / kStateFile) && !is_present(path / kWeightsFile) && !holds_adapter(path);
+  const bool is_run = !is_present(path / kStateFile) && !has_weights(path) && !holds_adapter(path);
   const fs::path folder = is_run ? open_checkpoint(path, Pick::best).folder : path;
   HEDDLE_CHECK(!holds_adapter(folder), printable_path(folder), " holds an adapter and not the model it was trained on; give that one");
   check_weights(folder);

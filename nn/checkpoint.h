@@ -14,7 +14,7 @@
 
 namespace heddle::nn {
 
-// A checkpoint is a folder checkpoint-<step> with the weights (model.safetensors, or of a run that trains an adapter only
+// A checkpoint is a folder checkpoint-<step> with the weights (Note: Weights in files, tensor_files.h; or of a run that trains an adapter only
 // adapter_model.safetensors), optimizer.safetensors, trainer_state.json and config.yaml. It appears whole or not at all (Note: Safe writing).
 inline constexpr const char* kAdapterFile = "adapter_model.safetensors";
 inline constexpr const char* kAdapterConfigFile = "adapter_config.json";
@@ -50,15 +50,15 @@ std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, c
 TrainerState load_checkpoint(const std::filesystem::path& folder, const CausalLM& model, const AdamW& optimizer,
                              const std::optional<AdapterState>& adapter = std::nullopt);
 
-// Restores the weights alone from a model.safetensors, with the same errors; weights of another floating dtype are converted where
-// `dtypes` allows it. With a tied head the file may hold the embedding once, or also as lm_head.weight with equal values; with an
+// Restores the weights alone from those in a folder, with the same errors; weights of another floating dtype are converted where
+// `dtypes` allows it. With a tied head the embedding may be there once, or also as lm_head.weight with equal values; with an
 // untied head lm_head.weight must be there.
 enum class Dtypes { equal, converted };
-void load_weights(const std::filesystem::path& file, const CausalLM& model, Dtypes dtypes = Dtypes::equal);
+void load_weights(const std::filesystem::path& folder, const CausalLM& model, Dtypes dtypes = Dtypes::equal);
 
-// Writes such a file with weights of `dtype`, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or
+// Writes weights of `dtype` to one file in a folder, replacing an older one. Throws heddle::Error without writing if a weight holds NaN or
 // infinity.
-void save_weights(const std::filesystem::path& file, const CausalLM& model, DType dtype);
+void save_weights(const std::filesystem::path& folder, const CausalLM& model, DType dtype);
 
 struct Checkpoint {
   std::filesystem::path folder;
@@ -79,7 +79,7 @@ std::optional<Checkpoint> find_best_checkpoint(const std::filesystem::path& outp
 enum class Pick { last, best };
 Checkpoint open_checkpoint(const std::filesystem::path& path, Pick pick);
 
-// The folder of the weights meant by a path: one that holds model.safetensors and config.yaml, whatever else it lacks, or
+// The folder of the weights meant by a path: one that holds weights and config.yaml, whatever else it lacks, or
 // the best checkpoint of a run's output folder. Throws heddle::Error naming what is missing, also for that of an adapter.
 std::filesystem::path open_weights(const std::filesystem::path& path);
 

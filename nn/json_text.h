@@ -1,10 +1,14 @@
 #pragma once
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "kernels/runtime/check.h"
+#include "nn/posix_file.h"
 
 namespace heddle::nn {
 
@@ -26,6 +30,13 @@ Json parse_json(std::string_view text) {
   };
   Json out = Json::parse(text, keep, /*allow_exceptions=*/false);
   return fits ? out : Json(Json::value_t::discarded);
+}
+
+// The value of a file. Throws heddle::Error naming the file where parse_json discards.
+inline nlohmann::json read_json(const std::filesystem::path& path) {
+  auto out = parse_json<nlohmann::json>(read_file(path));
+  HEDDLE_CHECK(!out.is_discarded(), printable_path(path), ": not JSON of at most ", kMaxJsonDepth, " levels with each key once; mend or remove it");
+  return out;
 }
 
 }  // namespace heddle::nn

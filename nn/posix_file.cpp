@@ -60,6 +60,13 @@ void throw_file_error(std::string_view action, const std::filesystem::path& path
   throw Error(concat_text(action, " ", printable_path(path), ": ", std::generic_category().message(error)));
 }
 
+bool is_present(const std::filesystem::path& path) {
+  std::error_code error;
+  const bool found = std::filesystem::exists(path, error);
+  if (error) throw_file_error("cannot examine", path, error.value());
+  return found;
+}
+
 FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) ::close(fd_);
 }

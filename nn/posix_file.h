@@ -18,6 +18,9 @@ inline std::string printable_path(const std::filesystem::path& path) { return pr
 // Throws heddle::Error "ACTION PATH: reason", the reason being the system's text for `error` (an errno value).
 [[noreturn]] void throw_file_error(std::string_view action, const std::filesystem::path& path, int error);
 
+// Whether there is something at a path. Throws heddle::Error if that cannot be known.
+bool is_present(const std::filesystem::path& path);
+
 // An open file, closed on destruction.
 class FileDescriptor {
  public:

@@ -13,6 +13,7 @@
 #include "nn/optim.h"
 #include "nn/posix_file.h"
 #include "nn/safetensors.h"
+#include "nn/tensor_files.h"
 #include "quant/quant_linear.h"
 #include "quant/quant_layout.h"
 
@@ -22,25 +23,19 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-const char* const kWeightsFile = "model.safetensors";
 const char* const kConfigFile = "config.json";
 const char* const kModelOptFile = "hf_quant_config.json";
 
-json read_json(const fs::path& path) {
-  json out = nn::parse_json<json>(nn::read_file(path));
-  HEDDLE_CHECK(!out.is_discarded(), nn::printable_path(path), ": not JSON of at most ", nn::kMaxJsonDepth, " levels with each key once; mend or remove it");
-  return out;
-}
-
 // What the folder says about its layout; null if it says nothing.
 json quantization_of(const fs::path& folder) {
+  json found;
   if (fs::exists(folder / kConfigFile)) {
-    const json config = read_json(folder / kConfigFile);
-    if (config.is_object() && config.contains("quantization_config")) return config.at("quantization_config");
+    const json config = nn::read_json(folder / kConfigFile);
+    if (config.is_object() && config.contains("quantization_config")) found = config.at("quantization_config");
   }
-  if (!fs::exists(folder / kModelOptFile)) return {};
-  const json config = read_json(folder / kModelOptFile);
-  if (!config.is_object() || !config.contains("quantization") || !config.at("quantization").is_object()) return {};
+  if ((!found.is_null() && !lacks_layers(found)) || !fs::exists(folder / kModelOptFile)) return found;
+  const json config = nn::read_json(folder / kModelOptFile);
+  if (!config.is_object() || !config.contains("quantization") || !config.at("quantization").is_object()) return found;
   json quantization = config.at("quantization");
   quantization["quant_method"] = "modelopt";
   return quantization;
@@ -76,13 +71,18 @@ Tensor float_scales(const Tensor& stored, QuantSpec& spec, std::int64_t out, std
 class Loading {
  public:
   Loading(const fs::path& folder, nn::CausalLM& model, QuantCompute compute)
-      : model_(model), compute_(compute), where_(nn::printable_path(folder)), file_(folder / kWeightsFile) {
-    names_ = parse_layout(quantization_of(folder), where_);
-  }
+      : model_(model), compute_(compute), where_(nn::printable_path(folder)), layout_(parse_layout(quantization_of(folder), where_)),
+        file_(nn::TensorFiles::of_model(folder)) {}
 
   std::vector<std::string> run() {
+    std::set<std::string> linear;
     for (const auto& [name, module] : model_.modules())
-      if (const auto layer = std::dynamic_pointer_cast<nn::Linear>(module); layer != nullptr) attempt([&] { load_layer(name, *layer); });
+      if (const auto layer = std::dynamic_pointer_cast<nn::Linear>(module); layer != nullptr) {
+        linear.insert(name);
+        attempt([&] { load_layer(name, *layer); });
+      }
+    for (const auto& [name, names] : layout_.layers)
+      if (linear.count(name) == 0) problems_ += concat_text("\n  quantized_layers has ", nn::printable(name), ", which is no linear layer of the model");
     for (const nn::NamedTensor& parameter : model_.parameters())
       if (replaced_.count(parameter.name) == 0) attempt([&] { load_dense(parameter); });
     std::vector<std::string> ignored;
@@ -108,30 +108,34 @@ class Loading {
     }
   }
 
-  void expect(const std::string& name, const std::vector<std::string>& dtypes) const {
+  void expect(const std::string& name, const std::vector<std::string>& dtypes, const LayoutNames& names) const {
     HEDDLE_CHECK(file_.contains(name), "missing ", name);
     const std::string& dtype = file_.info(name).dtype;
-    HEDDLE_CHECK(std::ranges::find(dtypes, dtype) != dtypes.end(), name, " is ", dtype, ", in ", names_.title, " it is ", dtypes[0]);
+    HEDDLE_CHECK(std::ranges::find(dtypes, dtype) != dtypes.end(), name, " is ", dtype, ", in ", names.title, " it is ", dtypes[0]);
   }
 
   void load_layer(const std::string& name, const nn::Linear& layer) {
-    const std::string codes = name + "." + names_.codes;
-    if (!file_.contains(codes) || (names_.codes == "weight" && file_.info(codes).dtype != names_.code_dtype)) return;
+    const LayoutNames* found = layout_.of(name);
+    if (found == nullptr) return;
+    const LayoutNames& names = *found;
+    const std::string codes = name + "." + names.codes;
+    const bool is_there = file_.contains(codes) && (names.codes != "weight" || file_.info(codes).dtype == names.code_dtype);
+    if (!is_there && !layout_.is_mixed) return;
     replaced_.insert(name + ".weight");
-    for (const std::string& part : {names_.codes, names_.scales, names_.global}) used_.insert(name + "." + part);
-    expect(codes, {names_.code_dtype});
-    const std::string scales = name + "." + names_.scales;
-    expect(scales, names_.scale_dtypes);
-    QuantSpec spec{.format = names_.format};
+    for (const std::string& part : {names.codes, names.scales, names.global}) used_.insert(name + "." + part);
+    expect(codes, {names.code_dtype}, names);
+    const std::string scales = name + "." + names.scales;
+    expect(scales, names.scale_dtypes, names);
+    QuantSpec spec{.format = names.format};
     const std::int64_t out = layer.out_features(), in = layer.in_features();
     QuantizedWeight::Parts parts = {file_.read_bytes(codes), {}, {}};
     parts.scales = spec.is_fp8() ? float_scales(file_.read(scales), spec, out, in) : file_.read_bytes(scales);
-    if (!names_.global.empty()) {
-      const std::string global = name + "." + names_.global;
-      expect(global, {"F32"});
+    if (!names.global.empty()) {
+      const std::string global = name + "." + names.global;
+      expect(global, {"F32"}, names);
       HEDDLE_CHECK(file_.info(global).shape.numel() == 1, global, " must be one number, got ", file_.info(global).shape);
       const float value = file_.read(global).to_vector<float>()[0];
-      parts.global = Tensor::from_vector(std::vector<float>{names_.global_is_inverse ? 1.0f / value : value}, {1});
+      parts.global = Tensor::from_vector(std::vector<float>{names.global_is_inverse ? 1.0f / value : value}, {1});
     }
     const QuantizedWeight weight(name, spec, out, in, parts);
     layers_.emplace_back(name, std::make_shared<QuantLinear>(weight.to(layer.weight().device()), layer.bias(), layer.weight().dtype(), compute_));
@@ -150,8 +154,8 @@ class Loading {
   nn::CausalLM& model_;
   QuantCompute compute_;
   std::string where_;
-  nn::SafetensorsFile file_;
-  LayoutNames names_;
+  FileLayout layout_;
+  nn::TensorFiles file_;
   std::set<std::string> used_, replaced_;
   std::vector<std::pair<Tensor, Tensor>> copies_;
   std::vector<std::pair<std::string, std::shared_ptr<QuantLinear>>> layers_;
@@ -213,7 +217,7 @@ void save_quantized(const fs::path& folder, const nn::CausalLM& model) {
   }
   json config = model_config(model.config(), dtype);
   config["quantization_config"] = quantization_config(*spec, kept);
-  nn::write_safetensors(folder / kWeightsFile, tensors, {{"format", "pt"}}, byte_dtypes);
+  nn::write_safetensors(folder / nn::kWeightsFile, tensors, {{"format", "pt"}}, byte_dtypes);
   nn::write_file(folder / kConfigFile, config.dump(2) + "\n");
 }
 

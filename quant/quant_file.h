@@ -8,9 +8,9 @@
 #include "nn/transformer.h"
 
 // Note: Quantised checkpoints
-// A folder with model.safetensors and config.json, whose quantization_config names the layout:
+// A folder with weights (Note: Weights in files, tensor_files.h) and config.json, whose quantization_config names the layout:
 //   compressed-tensors  nvfp4-pack-quantized, mxfp4-pack-quantized, and in FP8 float-quantized; written and read
-//   ModelOpt            NVFP4 and FP8, also from hf_quant_config.json; read
+//   ModelOpt            NVFP4, FP8, and MIXED_PRECISION, either of them a layer, also from hf_quant_config.json; read
 //   "fp8"               128 x 128 blocks of FP8 with weight_scale_inv; read
 // Weights only: scales of activations in a file are left out. Block scales lie row by row. ModelOpt's tensor scale is the inverse of
 // the global scale of compressed-tensors, which is the one kept.

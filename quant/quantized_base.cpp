@@ -1,15 +1,18 @@
 #include "quant/quantized_base.h"
 
 #include <algorithm>
+#include <exception>
 #include <nlohmann/json.hpp>
 
 #include "autograd/grad_mode.h"
 #include "autograd/ops.h"
+#include "kernels/runtime/parallel.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
 #include "nn/fingerprint.h"
 #include "nn/json_text.h"
 #include "nn/posix_file.h"
+#include "nn/tensor_files.h"
 #include "quant/quant_file.h"
 #include "quant/quant_layout.h"
 #include "quant/quantize_model.h"
@@ -20,42 +23,56 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-const char* const kWeightsFile = "model.safetensors";
 const char* const kRecordFile = "base.json";
 constexpr int kVersion = 1;  // goes up where the same base and config give other bytes than before
 
-void add_file(nn::Fingerprint& fingerprint, const fs::path& path) {
-  const nn::FileDescriptor file = nn::open_for_reading(path);
-  const std::int64_t nbytes = nn::file_size(file, path);
-  std::vector<char> part(std::size_t{1} << 20);  // whole words
-  for (std::int64_t at = 0; at < nbytes; at += static_cast<std::int64_t>(part.size())) {
-    const std::int64_t count = std::min(nbytes - at, static_cast<std::int64_t>(part.size()));
-    nn::read_exactly(file, path, part.data(), count, at);
-    fingerprint.add(part.data(), static_cast<std::size_t>(count));
+// Adds the fingerprints of the parts of the files with a folder's weights, read by all threads.
+void add_weights(nn::Fingerprint& fingerprint, const fs::path& folder) {
+  constexpr std::int64_t kPart = std::int64_t{1} << 22;
+  for (const fs::path& path : nn::TensorFiles::of_model(folder).paths()) {
+    const nn::FileDescriptor file = nn::open_for_reading(path);
+    const std::int64_t nbytes = nn::file_size(file, path), parts = (nbytes + kPart - 1) / kPart;
+    std::vector<std::string> texts(static_cast<std::size_t>(parts));
+    std::vector<std::exception_ptr> failures(texts.size());
+    parallel_tasks(parts, [&](std::int64_t i) {
+      const auto at = static_cast<std::size_t>(i);
+      try {
+        std::vector<char> bytes(static_cast<std::size_t>(std::min(nbytes - i * kPart, kPart)));
+        nn::read_exactly(file, path, bytes.data(), static_cast<std::int64_t>(bytes.size()), i * kPart);
+        nn::Fingerprint part;
+        part.add(bytes.data(), bytes.size());
+        texts[at] = part.text();
+      } catch (...) {
+        failures[at] = std::current_exception();
+      }
+    });
+    for (const std::exception_ptr& failure : failures)
+      if (failure) std::rethrow_exception(failure);
+    for (const std::string& text : texts) fingerprint.add(text);
   }
 }
 
-std::string fingerprint_of(const fs::path& file) {
+std::string fingerprint_of(const fs::path& folder) {
   nn::Fingerprint out;
-  add_file(out, file);
+  add_weights(out, folder);
   return out.text();
 }
 
 // Everything that decides which bytes come out.
-std::string key_of(const fs::path& weights, const QuantConfig& config, DType dtype) {
+std::string key_of(const fs::path& folder, const QuantConfig& config, DType dtype) {
   QuantConfig copy = config;
   copy.compute = QuantConfig{}.compute;
   nn::Fingerprint out;
   out.add(concat_text("version ", kVersion, ", ", dtype));
   for (const nn::Field& field : fields(copy)) out.add(concat_text(field.key, ": ", field.value_text()));
-  add_file(out, weights);
+  add_weights(out, folder);
   return out.text();
 }
 
 class Kept {
  public:
   Kept(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype)
-      : config_(config), key_(key_of(folder / kWeightsFile, config, dtype)) {
+      : config_(config), key_(key_of(folder, config, dtype)) {
     folder_ = fs::canonical(base);
     folder_ += concat_text(".", name_of(config.format), "-", key_);
   }
@@ -71,7 +88,7 @@ class Kept {
       return record.is_object() && found != record.end() && found->is_string() ? found->get<std::string>() : std::string();
     };
     HEDDLE_CHECK(text_at("key") == key_, kRecordFile, " is of another base or config");
-    HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_ / kWeightsFile), kWeightsFile, " is not the file that was written");
+    HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_), nn::kWeightsFile, " is not the file that was written");
     load_quantized(folder_, model, config_.compute);
     return text_at("cost");
   }
@@ -79,7 +96,7 @@ class Kept {
   void save(const nn::CausalLM& model, const std::string& cost) const {
     nn::AtomicFolder out(folder_);
     save_quantized(out.path(), model);
-    const json record = {{"key", key_}, {"weights", fingerprint_of(out.path() / kWeightsFile)}, {"cost", cost}};
+    const json record = {{"key", key_}, {"weights", fingerprint_of(out.path())}, {"cost", cost}};
     nn::write_file(out.path() / kRecordFile, record.dump(2) + "\n");
     out.commit();
   }
@@ -99,7 +116,7 @@ void round_parameters(const nn::CausalLM& model, DType dtype) {
 
 // Returns what it cost.
 std::string quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model) {
-  nn::load_weights(folder / kWeightsFile, model, nn::Dtypes::converted);
+  nn::load_weights(folder, model, nn::Dtypes::converted);
   round_parameters(model, dtype);
   return summary(quantize_model(model, config));
 }

@@ -115,9 +115,9 @@ TEST(Checkpoint, MisfitsAreListedTogetherAndNothingIsLoaded) {
   const CausalLM model = tiny_model(tiny_config(), 2);
   const auto before = values_of(model.parameters());
 
-  const std::string message = error_of([&] { load_weights(folder / "model.safetensors", model); });
+  const std::string message = error_of([&] { load_weights(folder.path(), model); });
 
-  EXPECT_EQ(message, (folder / "model.safetensors").string() +
+  EXPECT_EQ(message, folder.path().string() +
                          " does not fit this model; nothing was loaded:"
                          "\n  model.safetensors: model.norm.weight is float32 [3], expected float32 [12]"
                          "\n  model.safetensors: missing model.norm.bias, float32 [12]"
@@ -153,7 +153,7 @@ TEST(Checkpoint, WeightsThatAreNotFiniteAreRefused) {
   write_safetensors(folder / "model.safetensors", tensors);
   const auto before = values_of(model.parameters());
 
-  const std::string message = error_of([&] { load_weights(folder / "model.safetensors", model); });
+  const std::string message = error_of([&] { load_weights(folder.path(), model); });
 
   EXPECT_NE(message.find("model.safetensors: model.norm.bias holds NaN or infinity"), std::string::npos) << message;
   EXPECT_EQ(values_of(model.parameters()), before);
@@ -163,7 +163,7 @@ TEST(Checkpoint, OtherPrecisionIsRefused) {
   const SavedRun run({3});
   const CausalLM model = tiny_model(tiny_config(), 1, DType::bf16);
 
-  const std::string message = error_of([&] { load_weights(run.folder / "checkpoint-3/model.safetensors", model); });
+  const std::string message = error_of([&] { load_weights(run.folder / "checkpoint-3", model); });
 
   EXPECT_NE(message.find("model.norm.bias is float32 [12], expected bfloat16 [12]"), std::string::npos) << message;
 }
@@ -194,7 +194,7 @@ TEST(TiedEmbedding, IsStoredOnceAndLogitsComeBackBitForBit) {
   const Tensor ids = test::TinyData().train_batch(0, 2).input_ids;
 
   const CausalLM loaded = tiny_model(with_tie(true), 2);
-  load_weights(saved / "model.safetensors", loaded);
+  load_weights(saved, loaded);
 
   EXPECT_FALSE(SafetensorsFile(saved / "model.safetensors").contains("lm_head.weight"));
   EXPECT_FALSE(SafetensorsFile(saved / "optimizer.safetensors").contains("exp_avg.lm_head.weight"));
@@ -206,7 +206,7 @@ TEST(TiedEmbedding, FileMayHoldItTwiceWhenEqual) {
   const CausalLM source = tiny_model(with_tie(true)), model = tiny_model(with_tie(true), 2);
   write_weights(folder / "model.safetensors", source, {{"lm_head.weight", embedding_of(source)}});
 
-  load_weights(folder / "model.safetensors", model);
+  load_weights(folder.path(), model);
 
   EXPECT_EQ(values_of(model.parameters()), values_of(source.parameters()));
 }
@@ -216,7 +216,7 @@ TEST(TiedEmbedding, FileWithAnotherHeadIsRefused) {
   const CausalLM source = tiny_model(with_tie(true)), model = tiny_model(with_tie(true), 2);
   write_weights(folder / "model.safetensors", source, {{"lm_head.weight", Tensor::zeros({11, 12})}});
 
-  const std::string message = error_of([&] { load_weights(folder / "model.safetensors", model); });
+  const std::string message = error_of([&] { load_weights(folder.path(), model); });
 
   EXPECT_NE(message.find("lm_head.weight differs from model.embed_tokens.weight, but the config ties them"), std::string::npos) << message;
 }
@@ -226,7 +226,7 @@ TEST(TiedEmbedding, UntiedModelNeedsAHeadInTheFile) {
   const CausalLM source = tiny_model(with_tie(true)), model = tiny_model(with_tie(false), 2);
   write_weights(folder / "model.safetensors", source);
 
-  const std::string message = error_of([&] { load_weights(folder / "model.safetensors", model); });
+  const std::string message = error_of([&] { load_weights(folder.path(), model); });
 
   EXPECT_NE(message.find("missing lm_head.weight, float32 [11, 12]"), std::string::npos) << message;
 }

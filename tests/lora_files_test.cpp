@@ -455,9 +455,9 @@ TEST(AdapterFile, AMergedCheckpointHoldsTheMergedWeightsAfterTheModelIsUnmerged)
   const auto adapted = logits_with(adapter, *model);
 
   adapter.merge(*model);
-  nn::save_weights(out / "model.safetensors", *model, DType::f32);
+  nn::save_weights(out.path(), *model, DType::f32);
   adapter.detach(*model);
-  nn::load_weights(out / "model.safetensors", *again);
+  nn::load_weights(out.path(), *again);
 
   EXPECT_EQ(test::values_of(model->parameters()), plain);
   const auto merged = logits(*again);

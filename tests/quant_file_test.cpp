@@ -218,6 +218,80 @@ TEST(QuantFile, ReadsFp8OfOtherPrograms) {
   check(ScaleGrain::block, "weight_scale_inv", {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}}, kSame);
 }
 
+// ModelOpt's MIXED_PRECISION, in several files: checkpoints/mixed of tests/data.
+class MixedFile : public ::testing::Test {
+ protected:
+  MixedFile() {
+    for (const auto& entry : std::filesystem::directory_iterator(kStored)) std::filesystem::copy(entry.path(), folder_ / entry.path().filename());
+    quantization_ = json::parse(nn::read_file(folder_ / "hf_quant_config.json")).at("quantization");
+  }
+
+  // As newer versions write it.
+  void write_config() {
+    quantization_["quant_method"] = "modelopt";
+    nn::write_file(folder_ / "config.json", json{{"quantization_config", quantization_}}.dump());
+  }
+
+  void expect_loads() const {
+    nn::CausalLM model = plain_model();
+    const nn::SafetensorsFile expected(folder_ / "expected.safetensors");
+    const std::vector<std::string> ignored = quant::load_quantized(folder_.path(), model);
+
+    EXPECT_EQ(ignored.size(), 8u + 3u);  // input_scale of every quantised layer
+    std::size_t compared = model.parameters().size();
+    for (const nn::NamedTensor& parameter : model.parameters()) EXPECT_EQ(parameter.tensor.to_doubles(), expected.read(parameter.name).to_doubles());
+    for (const auto& [name, module] : model.modules())
+      if (const auto layer = std::dynamic_pointer_cast<QuantLinear>(module); layer != nullptr) {
+        EXPECT_EQ(layer->weight().dequantize(DType::f32).to_doubles(), expected.read(name + ".weight").to_doubles()) << name;
+        EXPECT_EQ(layer->weight().spec().format, name.find("mlp") == std::string::npos ? QuantFormat::fp8_e4m3 : QuantFormat::nvfp4) << name;
+        ++compared;
+      }
+    EXPECT_EQ(compared, expected.names().size());
+  }
+
+  // What loading says with a changed config, after the path.
+  std::string error() {
+    write_config();
+    nn::CausalLM model = plain_model();
+    return error_of([&] { quant::load_quantized(folder_.path(), model); }).substr(nn::printable_path(folder_.path()).size());
+  }
+
+  static constexpr const char* kStored = HEDDLE_SOURCE_DIR "/tests/data/checkpoints/mixed";
+  TempFolder folder_;
+  json quantization_;
+};
+
+TEST_F(MixedFile, HasEveryLayerInItsOwnFormat) {
+  expect_loads();
+  write_config();
+  expect_loads();
+  quantization_.erase("quantized_layers");  // which are then those of hf_quant_config.json
+  write_config();
+  expect_loads();
+}
+
+TEST_F(MixedFile, RefusesFormsThatItDoesNotKnowAndListsThatAreNone) {
+  json& layers = quantization_["quantized_layers"];
+  layers[kQ]["quant_algo"] = "W4A16_AWQ";
+  EXPECT_EQ(error(), concat_text(": quantized_layers has ", kQ, " in \"W4A16_AWQ\"; heddle reads NVFP4 and FP8"));
+  std::filesystem::remove(folder_ / "hf_quant_config.json");
+  quantization_.erase("quantized_layers");
+  EXPECT_EQ(error(), ": quant_algo is MIXED_PRECISION, and there are no quantized_layers to say of what");
+}
+
+TEST_F(MixedFile, RefusesLayersThatAreNotAsListed) {
+  json& layers = quantization_["quantized_layers"];
+  layers["model.layers.1.mlp.up_proj"]["quant_algo"] = "FP8";
+  layers["model.layers.2.mlp.up_proj"]["quant_algo"] = "FP8";
+  layers.erase(kQ);
+  const std::string q = kQ;
+
+  EXPECT_EQ(error(), " does not fit this model; nothing was loaded:\n  model.layers.1.mlp.up_proj.weight is BF16, in FP8 it is F8_E4M3"
+                     "\n  quantized_layers has model.layers.2.mlp.up_proj, which is no linear layer of the model\n  safetensors: " +
+                         nn::printable_path(folder_ / "model-00001-of-00003.safetensors") + ": tensor '" + q +
+                         ".weight' has dtype F8_E4M3; heddle reads F64, F32, BF16, F16, I64, I32, U8 and BOOL\n  unexpected " + q + ".weight_scale");
+}
+
 TEST(QuantFile, LeavesScalesOfActivationsOut) {
   Rewritten file(config_of(QuantFormat::nvfp4));
   file.tensors[std::string(kQ) + ".input_global_scale"] = {"F32", Tensor::full({1}, 3.0)};

@@ -26,7 +26,7 @@ class QuantizedBase : public ::testing::Test {
   }
 
   fs::path base() const { return folder_.path() / "base"; }
-  void write_base(std::uint64_t seed) const { nn::save_weights(base() / "model.safetensors", model(seed), DType::f32); }
+  void write_base(std::uint64_t seed) const { nn::save_weights(base(), model(seed), DType::f32); }
 
   static nn::CausalLM model(std::uint64_t seed = 5, DType dtype = DType::f32) {
     return test::tiny_model(test::tiny_config(nn::Architecture::llama), seed, dtype);
@@ -61,6 +61,25 @@ TEST_F(QuantizedBase, IsQuantisedOnceAndThenReadAsItWas) {
   EXPECT_EQ(made[1], "quantised weights are kept in " + where);
   EXPECT_EQ(read, (std::vector<std::string>{made[0], "quantised weights of an earlier run, from " + where}));
   EXPECT_EQ(logits_of(second), logits_of(first));
+}
+
+// As Hugging Face splits large models; the weights of all files count.
+TEST_F(QuantizedBase, MayLieInSeveralFiles) {
+  fs::remove(base() / "model.safetensors");
+  for (const fs::directory_entry& entry : fs::directory_iterator(HEDDLE_SOURCE_DIR "/tests/data/checkpoints/sharded"))
+    fs::copy(entry.path(), base() / entry.path().filename());
+  nn::CausalLM first = model(), second = model(/*seed=*/6), other = model();
+  load(first);
+  load(second);
+  EXPECT_EQ(kept().size(), 1u);
+  EXPECT_EQ(logits_of(second), logits_of(first));
+  const fs::path shard = base() / "model-00003-of-00004.safetensors";
+  std::string bytes = nn::read_file(shard);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  nn::write_file(shard, bytes);
+  load(other);
+
+  EXPECT_EQ(kept().size(), 2u);
 }
 
 // Weights of another base or under another config are never taken for these; what they are multiplied in does not count.
@@ -108,7 +127,7 @@ TEST_F(QuantizedBase, ADamagedFolderIsMadeAgain) {
   nn::write_file(weights, flipped);
   expect_made_again("model.safetensors is not the file that was written");
   nn::write_file(weights, bytes.substr(0, 100));
-  expect_made_again("model.safetensors is not the file that was written");
+  expect_made_again("does not fit in the file");
   nn::write_file(record, other);
   expect_made_again("base.json is of another base or config");
   nn::write_file(record, "[");
