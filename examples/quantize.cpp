@@ -45,7 +45,11 @@ config::RunConfig read_config(const QuantizeCommand& command, const fs::path& fo
     if (!command.seed.empty()) overrides.push_back("quantize.seed=" + command.seed);
   }
   overrides.insert(overrides.end(), command.overrides.begin(), command.overrides.end());
-  return config::load_run_config((folder / "config.yaml").string(), overrides);
+  const auto has_layout = [](const config::RunConfig& run) {
+    if (run.quantize && !quant::has_layout(run.quantize->spec()))
+      throw nn::BadValue("quantize.format", "one that files have a layout for (fp8_e4m3, mxfp4 or nvfp4)", std::string(name_of(run.quantize->format)));
+  };
+  return config::load_run_config((folder / "config.yaml").string(), overrides, {{{"quantize"}, has_layout}});
 }
 
 void write_model(const fs::path& folder, const nn::CausalLM& model, const config::RunConfig& run, const quant::QuantReport& report) {
@@ -68,10 +72,7 @@ int run_quantize(const QuantizeCommand& command) {
   const config::RunConfig run = read_config(command, folder);
   // Before the work: what cannot be written is known first. Everything of the new folder appears at once.
   std::optional<nn::AtomicFolder> out;
-  if (!command.compares) {
-    quant::written_layout(run.quantize->spec());
-    out.emplace(command.output);
-  }
+  if (!command.compares) out.emplace(command.output);
   nn::CausalLM model = make_model(run, choose_device(command.device), Weights::loaded_next);
   nn::load_weights(folder, model);
   if (command.compares) {

@@ -135,6 +135,9 @@ void follow_adapter(const std::filesystem::path& adapter, const std::filesystem:
   if (quant::has_quantized(base) || !std::filesystem::exists(file)) return;
   const config::RunConfig trained = config::load_run_config(file.string(), {"attention.kernel=auto", "device=auto"}, {}, config::Base::not_opened);
   if (!trained.quantize) return;
+  for (const std::string& difference : config::resume_changes(trained, run).refused)
+    HEDDLE_CHECK(!difference.starts_with("model."), nn::printable_path(adapter), " was trained on another model than ", nn::printable_path(base), ": ",
+                 difference);
   run.quantize = trained.quantize;
   run.train.precision = trained.train.precision;
 }

@@ -53,7 +53,8 @@ enum class Weights { drawn, loaded_next };
 nn::CausalLM make_model(const config::RunConfig& run, Device device, Weights weights);
 
 // An adapter belongs on its base as that was in training: where the config in the adapter's folder quantises the base, whose folder holds
-// the plain model, `run` is to do so too, from weights of the same precision.
+// the plain model, `run` is to do so too, from weights of the same precision. Throws heddle::Error, before anything is quantised, for a
+// base that is another model.
 void follow_adapter(const std::filesystem::path& adapter, const std::filesystem::path& base, config::RunConfig& run);
 
 // Loads the weights that a path of the user's stands for into the model, and returns whether they are quantised: stored so, or by the

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "examples/commands.h"
+#include "examples/options.h"
 #include "examples/run_setup.h"
 #include "kernels/runtime/parallel.h"
 #include "lora/adapter_file.h"
@@ -211,9 +212,10 @@ void add_train_command(CLI::App& app, int& exit_code, const std::string& program
   CLI::App* sub = app.add_subcommand("train", "Train a model as a config file says");
   const auto command = std::make_shared<TrainCommand>();
   command->program = program;
-  sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required();
+  sub->add_option("config", command->config, "Config file; configs/README.md lists every key")->required()->check(non_empty());
   sub->add_option("--set", command->overrides, "Override one value: section.key=value")->allow_extra_args(false);
-  sub->add_option("--graph", command->graph, "Write the graph of the first batch's loss as a Graphviz file, and train nothing");
+  sub->add_option("--graph", command->graph, "Write the graph of the first batch's loss as a Graphviz file, and train nothing")
+      ->check(writable_file());
   sub->footer("Example: heddle train configs/tiny.yaml --set train.max_steps=200\n"
               "Ctrl-C finishes the step, saves a checkpoint and says how to resume.");
   sub->callback([command, &exit_code] { exit_code = run_train(*command); });

@@ -63,6 +63,33 @@ void remove_leftovers(const fs::path& folder) {
   }
 }
 
+// Locks a folder that was just made. Fails with EEXIST where another process took it for abandoned; that it cannot be locked is no failure.
+bool lock_folder(const fs::path& folder, FileDescriptor& lock) {
+  lock = FileDescriptor(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  const bool is_open = lock.get() >= 0;
+  struct stat status {};
+  const bool is_lost = is_open ? ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK : errno == ENOENT;
+  if (!is_lost && (!is_open || (::fstat(lock.get(), &status) == 0 && status.st_nlink > 0))) return true;
+  errno = EEXIST;
+  return false;
+}
+
+// Removes what processes that are gone left of writing the folder `target`: a lock on it ended with them.
+void remove_abandoned(const fs::path& target) {
+  const std::string start = target.filename().native() + std::string(kTemporaryMark);
+  std::error_code ignored;
+  std::vector<fs::path> siblings;
+  for (const fs::directory_entry& entry : fs::directory_iterator(parent_of(target), ignored)) {
+    const std::string name = entry.path().filename().native();
+    if (name.starts_with(start) && name.rfind(kTemporaryMark) == start.size() - kTemporaryMark.size() && is_temporary_name(name))
+      siblings.push_back(entry.path());
+  }
+  for (const fs::path& sibling : siblings) {
+    FileDescriptor lock(::open(sibling.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (lock.get() >= 0 && ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0) fs::remove_all(sibling, ignored);
+  }
+}
+
 }  // namespace
 
 AtomicFile::AtomicFile(fs::path target) : target_(std::move(target)) {
@@ -110,7 +137,8 @@ AtomicFolder::AtomicFolder(fs::path target) : target_(without_trailing_slash(tar
   const fs::file_status status = fs::status(target_, error);
   HEDDLE_CHECK(!fs::exists(status) || fs::is_directory(status), "cannot write folder ", printable_path(target_),
                ": it exists and is not a folder");
-  temporary_ = make_sibling(target_, [](const fs::path& sibling) { return ::mkdir(sibling.c_str(), 0777) == 0; });
+  remove_abandoned(target_);
+  temporary_ = make_sibling(target_, [this](const fs::path& sibling) { return ::mkdir(sibling.c_str(), 0777) == 0 && lock_folder(sibling, lock_); });
 }
 
 AtomicFolder::~AtomicFolder() {

@@ -12,7 +12,8 @@ namespace heddle::nn {
 // Nothing is ever written in place. New contents go to a sibling named NAME.tmp-PID-N, are synced to the disk, and take
 // the name in one rename; the folder is synced last. So a reader, and a process that starts after a kill, a full disk
 // or a power cut, finds the old contents or the new ones, whole. What an interrupted write leaves behind is a .tmp- sibling;
-// an OutputFolder removes those in it. A failed write throws heddle::Error with the path and the system's reason.
+// an OutputFolder removes those in it, an AtomicFolder those of its own target that no process has locked. A failed write throws
+// heddle::Error with the path and the system's reason.
 
 // One file. Destroyed without commit(), it leaves the target as it was and removes what it wrote.
 class AtomicFile {
@@ -54,6 +55,7 @@ class AtomicFolder {
  private:
   std::filesystem::path target_;
   std::filesystem::path temporary_;
+  FileDescriptor lock_;  // on the temporary folder, as long as this process lives
 };
 
 // Removes a folder so that a kill half-way does not leave part of it under its own name.

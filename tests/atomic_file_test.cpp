@@ -278,6 +278,21 @@ TEST(AtomicFolder, ReplacesAnOlderFolderWhole) {
   EXPECT_EQ(entries(folder.path()), std::vector<std::string>{"c"});
 }
 
+// Of the same folder, and of no other; what a living process writes is locked.
+TEST(AtomicFolder, RemovesWhatAKilledProcessLeftOfIt) {
+  const TempFolder folder;
+  for (const char* name : {"c.tmp-1-0", "c.tmp-1-0.tmp-1-0", "d.tmp-1-0", "c.tmp-1", "cc.tmp-1-0"}) fs::create_directories(folder / name / "deep");
+  write_file(folder / "c.tmp-1-1", "x");
+  AtomicFolder living(folder / "c");
+  const std::string first = living.path().filename().native();
+
+  write_pair(folder / "c", 1);
+
+  std::vector<std::string> expected = {"c", "c.tmp-1", "c.tmp-1-0.tmp-1-0", "c.tmp-1-1", "cc.tmp-1-0", "d.tmp-1-0", first};
+  std::ranges::sort(expected);
+  EXPECT_EQ(entries(folder.path()), expected);
+}
+
 TEST(AtomicFolder, FileAsTargetIsRefused) {
   const TempFolder folder;
   write_file(folder / "c", "x");

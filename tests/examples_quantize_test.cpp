@@ -78,6 +78,20 @@ TEST(Tool, UsesAnAdapterOfABaseThatTrainingQuantised) {
   }
 }
 
+TEST(Tool, AnAdapterOfAnotherModelIsRefusedBeforeItsBaseIsQuantised) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string(), other = (folder.path() / "other").string(), run = (folder.path() / "run").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", other) + " --set model.num_hidden_layers=1").exit_code, 0);
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic_lora.yaml", run) + " --set base=" + base + " --set quantize.format=fp4").exit_code, 0);
+
+  const Outcome outcome = heddle("generate --prompt 12+34= --model " + other + " --adapter " + run);
+
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.output, "heddle: " + run + "/checkpoint-3 was trained on another model than " + other +
+                                "/checkpoint-3: model.num_hidden_layers 2, here 1\n");
+}
+
 TEST(Tool, QuantisesAModelThatThenGenerates) {
   const test::TempFolder folder;
   const std::string model = (folder.path() / "run").string(), out = (folder.path() / "nvfp4").string();
@@ -136,7 +150,9 @@ TEST(Tool, SaysBeforeQuantisingWhatItCannotDo) {
   ASSERT_EQ(heddle(train_three_steps("configs/tiny.yaml", model)).exit_code, 0);
   const auto output_of = [&](const std::string& arguments) { return heddle("quantize --model " + model + " " + arguments).output; };
 
-  EXPECT_EQ(output_of("--format fp4 --output " + out), "heddle: quantize: there is no published file layout for fp4; write fp8_e4m3, mxfp4 or nvfp4\n");
+  EXPECT_EQ(output_of("--format fp4 --output " + out),
+            "heddle: --set quantize.format: expected one that files have a layout for (fp8_e4m3, mxfp4 or nvfp4), got fp4\n");
+  EXPECT_EQ(heddle("quantize --format fp8_e5m2 --model " + model + " --output " + out).exit_code, 2);
   EXPECT_EQ(output_of("--format nvfp4 --output " + out),
             "heddle: cannot write " + out + ": the folder " + (folder.path() / "no").string() + " does not exist; create it first\n");
   EXPECT_EQ(output_of("--compare --set quantize.format=nvfp4"),

@@ -290,6 +290,25 @@ TEST(Tool, MoreThreadsThanCoresAreNotStarted) {
   EXPECT_EQ(outcome.output.find("heddle: OMP_NUM_THREADS asks for 100000 threads; using "), 0u) << outcome.output;
 }
 
+TEST(Tool, AThreadCountThatIsNoneIsNamed) {
+  for (const char* count : {"abc", "0", "-1", "4x", "99999999999"}) {
+    const Outcome outcome = run(std::string("OMP_NUM_THREADS=") + count + " " HEDDLE_BINARY " --version");
+
+    EXPECT_EQ(outcome.exit_code, 2) << count;
+    EXPECT_EQ(outcome.output, std::string("heddle: OMP_NUM_THREADS: expected integer >= 1, got \"") + count + "\"\n");
+  }
+  for (const char* count : {"1", "1,2", "''"}) EXPECT_EQ(run(std::string("OMP_NUM_THREADS=") + count + " " HEDDLE_BINARY " --version").exit_code, 0) << count;
+}
+
+TEST(Tool, EmptyPathsOfTrainingAreNamed) {
+  const Outcome config = heddle("train ''"), graph = heddle("train configs/tiny.yaml --graph ''");
+
+  EXPECT_EQ(config.exit_code, 2);
+  EXPECT_NE(config.output.find("config: expected a path, got \"\""), std::string::npos) << config.output;
+  EXPECT_EQ(graph.exit_code, 2);
+  EXPECT_NE(graph.output.find("--graph: expected a path, got \"\""), std::string::npos) << graph.output;
+}
+
 TEST(Tool, MistakesOutsideTheFileAreReportedTogether) {
   const Outcome outcome = heddle("train configs/tiny.yaml --set data.files=[no/such] --set attention.kernel=warp --set device=cuda:99"
                                  " --set train.resume_from_checkpoint=no/such --set train.seed=-1");

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <string_view>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -91,10 +94,16 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
+// OpenMP takes a list, of which the first counts here: there is one level of regions.
 int default_threads() {
-  const char* wanted = std::getenv("OMP_NUM_THREADS");
-  const int count = wanted != nullptr ? std::atoi(wanted) : 0;
-  return count > 0 ? count : num_cores();
+  const char* set = std::getenv("OMP_NUM_THREADS");
+  const std::string_view wanted = set != nullptr ? set : "";
+  if (wanted.empty()) return num_cores();
+  int count = 0;
+  const auto [end, error] = std::from_chars(wanted.data(), wanted.data() + wanted.size(), count);
+  if (error != std::errc() || count < 1 || (end != wanted.data() + wanted.size() && *end != ','))
+    throw ConfigError(concat_text("OMP_NUM_THREADS: expected integer >= 1, got \"", wanted, '"'));
+  return count;
 }
 
 // The process has one pool, made when it is first needed.

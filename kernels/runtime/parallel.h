@@ -5,8 +5,8 @@
 
 namespace heddle {
 
-// Threads used by CPU kernels: OMP_NUM_THREADS if set, else every core. set_num_threads needs count >= 1, and no kernel may
-// be running.
+// Threads used by CPU kernels: OMP_NUM_THREADS if set, else every core. Throws ConfigError for one that is no number of threads.
+// set_num_threads needs count >= 1, and no kernel may be running.
 int num_cores();  // that this process may run on
 int num_threads();
 void set_num_threads(int count);
