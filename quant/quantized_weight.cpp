@@ -7,7 +7,6 @@
 
 #include "autograd/ops.h"
 #include "kernels/quantize/formats.h"
-#include "kernels/runtime/parallel.h"
 
 namespace heddle::quant {
 namespace {
@@ -155,28 +154,15 @@ void QuantError::add(const QuantError& other) {
 }
 
 QuantError quant_error(const Tensor& weight, const QuantizedWeight& quantized) {
-  const Tensor given = cast(weight.detach().to(kCpu), DType::f32).clone(), read = quantized.dequantize(DType::f32).to(kCpu);
-  const float* w = given.view().as<float>();
-  const float* q = read.view().as<float>();
-  std::array<QuantError, kReductionChunks> parts;
-  parallel_for(kReductionChunks, 1, [&](std::int64_t from, std::int64_t to) {
-    for (std::int64_t chunk = from; chunk < to; ++chunk) {
-      QuantError part;
-      for (std::int64_t i = given.numel() * chunk / kReductionChunks; i < given.numel() * (chunk + 1) / kReductionChunks; ++i) {
-        const double value = w[i], error = value - static_cast<double>(q[i]);
-        part.count += 1;
-        part.zeroed += value != 0 && q[i] == 0 ? 1 : 0;
-        part.signal += value * value;
-        part.noise += error * error;
-        part.largest = std::max(part.largest, std::abs(value));
-        part.worst = std::max(part.worst, std::abs(error));
-      }
-      parts[static_cast<std::size_t>(chunk)] = part;
-    }
-  });
-  QuantError out;
-  for (const QuantError& part : parts) out.add(part);
-  return out;
+  const Tensor source = as_source(weight), sums = Tensor::empty({5}, DType::f64, source.device());
+  heddle::quant_error({.x = source.view(), .w = quantized.view(), .sums = sums.mutable_view()}, device_context(source.device()));
+  const std::vector<double> found = sums.to_vector<double>();
+  return {.count = source.numel(),
+          .zeroed = static_cast<std::int64_t>(found[4]),
+          .signal = found[0],
+          .noise = found[1],
+          .largest = found[2],
+          .worst = found[3]};
 }
 
 }  // namespace heddle::quant

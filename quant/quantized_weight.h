@@ -65,6 +65,7 @@ struct QuantError {
   double peak() const;     // largest |w| over the root mean square: how far an outlier sticks out
   void add(const QuantError& other);
 };
+// Of weights on one device, found there.
 QuantError quant_error(const Tensor& weight, const QuantizedWeight& quantized);
 
 }  // namespace heddle::quant

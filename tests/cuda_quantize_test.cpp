@@ -90,6 +90,33 @@ TEST_F(CudaQuantize, FindsTheLargestMagnitude) {
   EXPECT_EQ(found.item(), 100);
 }
 
+// Two sums of n terms that are not negative, in two orders: each is off by at most n roundings of double, and by one more where a square is
+// rounded before it is added. The rest takes no rounding that depends on the order.
+TEST_F(CudaQuantize, FindsTheErrorsThatTheCpuFinds) {
+  for (const NamedSpec& named : all_specs())
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+      for (const Shape& shape : {Shape{1, 1}, Shape{3, 7}, Shape{130, 33}, Shape{1500, 3000}}) {
+        const Tensor x = random_tensor(shape, dtype, 3);
+        const Quantized gpu = quantized(x.to(kCuda), named.spec);
+        const std::vector<double> expected = error_sums(x, quantized(x, named.spec)), found = error_sums(x.to(kCuda), gpu);
+        const double bound = 2 * static_cast<double>(shape.numel() + 1) * 0x1p-53;
+
+        for (const std::size_t i : {0u, 1u}) EXPECT_NEAR(found[i], expected[i], bound * expected[i]) << text_of(named, dtype, shape) << ' ' << i;
+        for (const std::size_t i : {2u, 3u, 4u}) EXPECT_EQ(found[i], expected[i]) << text_of(named, dtype, shape) << ' ' << i;
+        EXPECT_EQ(error_sums(x.to(kCuda), gpu), found) << text_of(named, dtype, shape);
+      }
+}
+
+// More than is decoded at a time.
+TEST_F(CudaQuantize, FindsTheErrorOfRowsThatLieApart) {
+  const Tensor x = slice(random_tensor({3000, 2000}, DType::bf16, 3).to(kCuda), 1, 5, 1998);
+  const Quantized gpu = quantized(x, {}), cpu = quantized(x.to(kCpu), {});
+  const std::vector<double> expected = error_sums(x.to(kCpu), cpu), found = error_sums(x, gpu);
+
+  EXPECT_NEAR(found[1], expected[1], 2 * static_cast<double>(x.numel() + 1) * 0x1p-53 * expected[1]);
+  EXPECT_EQ(found[4], expected[4]);
+}
+
 // Floats of random bits with the exponents [lowest, highest], as they are stored.
 Tensor random_bits(const Shape& shape, std::uint32_t lowest, std::uint32_t highest) {
   const Tensor out = Tensor::empty(shape);

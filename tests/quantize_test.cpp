@@ -18,6 +18,7 @@ namespace {
 
 using test::all_specs;
 using test::error_of;
+using test::error_sums;
 using test::Quantized;
 using test::quantized;
 using Bytes = std::vector<std::uint8_t>;
@@ -381,7 +382,50 @@ TEST(Dequantize, MultipliesScalesInFloat32) {
 
 TEST(Quantize, EmptyMatricesHaveNoCodes) {
   for (const auto& [name, spec] : all_specs())
-    for (const Shape& shape : {Shape{0, 32}, Shape{4, 0}}) EXPECT_EQ(quantized(Tensor::zeros(shape), spec).values().shape(), shape) << name;
+    for (const Shape& shape : {Shape{0, 32}, Shape{4, 0}}) {
+      const Quantized q = quantized(Tensor::zeros(shape), spec);
+      EXPECT_EQ(q.values().shape(), shape) << name;
+      EXPECT_EQ(error_sums(Tensor::zeros(shape), q), std::vector<double>(5, 0.0)) << name;
+    }
+}
+
+// Two sums of n terms that are not negative, in two orders: each is off by at most n roundings of double, and by one more where a square is
+// rounded before it is added.
+TEST(QuantError, IsTheDifferenceOfWhatIsReadFromWhatWasThere) {
+  for (const auto& [name, spec] : all_specs())
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const Tensor x = slice(test::random_tensor({37, 300}, dtype, 8), 1, 3, 296);
+      const Quantized q = quantized(x, spec);
+      const std::vector<double> values = x.clone().to_doubles(), read = q.values().to_doubles(), sums = error_sums(x, q);
+      std::vector<double> expected(5, 0.0);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const double error = values[i] - read[i];
+        expected[0] += values[i] * values[i];
+        expected[1] += error * error;
+        expected[2] = std::max(expected[2], std::abs(values[i]));
+        expected[3] = std::max(expected[3], std::abs(error));
+        expected[4] += values[i] != 0 && read[i] == 0 ? 1 : 0;
+      }
+      const double bound = 2 * static_cast<double>(values.size() + 1) * 0x1p-53;
+
+      EXPECT_NEAR(sums[0], expected[0], bound * expected[0]) << name;
+      EXPECT_NEAR(sums[1], expected[1], bound * expected[1]) << name;
+      EXPECT_EQ(std::vector(sums.begin() + 2, sums.end()), std::vector(expected.begin() + 2, expected.end())) << name;
+    }
+}
+
+TEST(QuantError, IsTheSameOnAnyNumberOfThreads) {
+  const Tensor x = test::random_tensor({45, 70}, DType::f32, 8);
+  const Quantized q = quantized(x, kNvNearest);
+  std::vector<std::vector<double>> found;
+  const int before = num_threads();
+  for (const int threads : {1, 3}) {
+    set_num_threads(threads);
+    found.push_back(error_sums(x, q));
+  }
+  set_num_threads(before);
+
+  EXPECT_EQ(found[0], found[1]);
 }
 
 TEST(Quantize, RefusesWhatDoesNotFit) {
@@ -396,6 +440,8 @@ TEST(Quantize, RefusesWhatDoesNotFit) {
             "quantize: codes must be dense uint8 [2, 16], got uint8 [2, 15]");
   EXPECT_EQ(error_of([&] { amax({.x = transpose(Tensor::zeros({2, 3}), 0, 1).view(), .out = one.mutable_view()}, ctx); }),
             "amax: needs a matrix of floating dtype with dense rows, got float32 [3, 2]; copy it first");
+  EXPECT_EQ(error_of([&] { error_sums(Tensor::zeros({2, 31}), quantized(x, kNvNearest)); }),
+            "quant_error: the source is [2, 31], the quantised matrix [2, 32]");
   const Quantized q = quantized(x, kNvNearest);
   EXPECT_EQ(error_of([&] { dequantize({.w = q.view(), .first_row = 1, .first_column = 2, .out = x.mutable_view()}, ctx); }),
             "dequantize: [2, 32] from [1, 2] on is not in [2, 32]; the first column must be even");

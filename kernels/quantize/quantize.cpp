@@ -89,4 +89,13 @@ void dequantize(const DequantizeArgs& args, const ExecContext& ctx) {
   HEDDLE_DISPATCH(ctx, dequantize, args);
 }
 
+void quant_error(const QuantErrorArgs& args, const ExecContext& ctx) {
+  check_source("quant_error", args.x);
+  check_parts("quant_error", args.w);
+  check_part("quant_error", "sums", args.sums, DType::f64, {5});
+  HEDDLE_CHECK((args.x.shape == Shape{args.w.rows, args.w.columns}), "quant_error: the source is ", args.x.shape, ", the quantised matrix [",
+               args.w.rows, ", ", args.w.columns, "]");
+  HEDDLE_DISPATCH(ctx, quant_error, args);
+}
+
 }  // namespace heddle

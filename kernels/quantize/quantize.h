@@ -101,15 +101,28 @@ struct DequantizeArgs {
 };
 void dequantize(const DequantizeArgs& args, const ExecContext& ctx);
 
+// What reading a quantised matrix costs where its source x was. Elements are read as float32, differences are float64.
+//   x     [rows, columns], float32, bfloat16 or float16; rows dense
+//   sums  float64 [5]: the sums of x^2 and of (x - w)^2, the largest |x| and |x - w|, and how many elements other than 0 read as 0.
+//         They are added in an order that the sizes give: the same in every run on a device
+struct QuantErrorArgs {
+  ConstView x;
+  QuantView w;
+  MutView sums;
+};
+void quant_error(const QuantErrorArgs& args, const ExecContext& ctx);
+
 namespace cpu {
 void amax(const AmaxArgs& args, const ExecContext& ctx);
 void quantize(const QuantizeArgs& args, const ExecContext& ctx);
 void dequantize(const DequantizeArgs& args, const ExecContext& ctx);
+void quant_error(const QuantErrorArgs& args, const ExecContext& ctx);
 }  // namespace cpu
 namespace cuda {
 void amax(const AmaxArgs& args, const ExecContext& ctx);
 void quantize(const QuantizeArgs& args, const ExecContext& ctx);
 void dequantize(const DequantizeArgs& args, const ExecContext& ctx);
+void quant_error(const QuantErrorArgs& args, const ExecContext& ctx);
 }  // namespace cuda
 
 }  // namespace heddle

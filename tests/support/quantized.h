@@ -40,6 +40,13 @@ inline Quantized quantized(const Tensor& x, const QuantSpec& spec, std::optional
   return out;
 }
 
+// QuantErrorArgs::sums of a matrix and its quantised form.
+inline std::vector<double> error_sums(const Tensor& x, const Quantized& q) {
+  const Tensor sums = Tensor::full({5}, -1.0, DType::f64, x.device());
+  quant_error({.x = x.view(), .w = q.view(), .sums = sums.mutable_view()}, device_context(x.device()));
+  return sums.to_vector<double>();
+}
+
 // Every form there is, with a name for messages.
 struct NamedSpec {
   const char* name;
