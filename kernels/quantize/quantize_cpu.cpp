@@ -34,10 +34,12 @@ template <typename F, typename T>
 void encode_run(const QuantizeArgs& args, std::int64_t r, std::int64_t begin, std::int64_t end, float scale) {
   const T* row = args.x.as<T>() + r * args.x.strides[0];
   std::uint8_t* out = args.codes.as<std::uint8_t>() + r * args.codes.shape[1];
+  std::array<std::uint32_t, 4> words = {};
+  std::int64_t drawn = -1;  // the four columns that they are for
   const auto code_at = [&](std::int64_t c) {
     const float scaled = static_cast<float>(row[c]) / scale;
     if (!args.seed) return encode<F>(scaled);
-    const auto words = philox(*args.seed, static_cast<std::uint64_t>(c) / 4, static_cast<std::uint64_t>(r));
+    if (c / 4 != drawn) words = philox(*args.seed, static_cast<std::uint64_t>(drawn = c / 4), static_cast<std::uint64_t>(r));
     return encode_stochastic<F>(scaled, words[static_cast<std::size_t>(c) % 4]);
   };
   if constexpr (F::kBits == 8) {
