@@ -95,9 +95,10 @@ void print_adapter(const lora::Adapter& adapter, const std::string& base) {
 
 // What the trainer needs to know of an adapter.
 nn::AdapterState adapter_state(const nn::CausalLM& model, const lora::Adapter& adapter, const std::string& base) {
+  const std::string fingerprint = lora::base_fingerprint(model);
   return {.tensors = adapter.parameters(),
-          .write_files = [&, base](const fs::path& folder) { lora::save_adapter(folder, model, adapter, base); },
-          .base = lora::base_fingerprint(model)};
+          .write_files = [&, base, fingerprint](const fs::path& folder) { lora::save_adapter(folder, model, adapter, base, fingerprint); },
+          .base = fingerprint};
 }
 
 std::string precision_text(const config::RunConfig& run) {

@@ -298,13 +298,14 @@ Contents read_contents(const nn::SafetensorsFile& file, const PeftConfig& config
 
 }  // namespace
 
-void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path) {
+void save_adapter(const fs::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path,
+                  const std::string& fingerprint) {
   const NoGradGuard no_grad;
   adapter.check_base(model);
   const std::vector<HfLayer> layers = hf_layers(model);
   const std::map<std::string, Factors> adapted = factors_of(adapter, layers);
   std::vector<std::pair<std::string, Tensor>> tensors;
-  std::map<std::string, std::string> metadata = {{"format", "pt"}, {kFingerprintKey, base_fingerprint(model)}};
+  std::map<std::string, std::string> metadata = {{"format", "pt"}, {kFingerprintKey, fingerprint.empty() ? base_fingerprint(model) : fingerprint}};
   std::map<std::string, bool> is_target;
   std::map<std::string, std::int64_t> ranks;
   std::map<std::string, double> alphas;

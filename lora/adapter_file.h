@@ -18,10 +18,11 @@ namespace heddle::lora {
 // hold the ranks, so that reading takes them apart again, and a fingerprint of the base. PEFT does not look at metadata; an adapter without
 // a fingerprint is taken to fit. An adapted head has its own weight beside the factors, as PEFT has it, which must be the model's.
 
-// Writes the folder, replacing an older one (Note: Safe writing, nn/atomic_file.h). `base_path` is recorded as where the model came from.
-// Throws heddle::Error without writing if the model is not the adapter's or is merged (Adapter::check_base), or if a factor holds NaN or
+// Writes the folder, replacing an older one (Note: Safe writing, nn/atomic_file.h). `base_path` is recorded as where the model came from, and
+// `fingerprint` as what it is; left out, it is found, which reads every weight of the model. Throws heddle::Error without writing if the model is not the adapter's or is merged (Adapter::check_base), or if a factor holds NaN or
 // infinity.
-void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path);
+void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path,
+                  const std::string& fingerprint = "");
 
 // The adapter of a folder for a model. A and B have the model's dtype where that holds all of them exactly, as it does what was trained in
 // it, else float32. Throws heddle::Error, and the model is unchanged, if it has an adapter attached, the folder's was trained on another base,

@@ -4,10 +4,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <exception>
 #include <system_error>
+#include <vector>
 
 #include "kernels/runtime/check.h"
+#include "kernels/runtime/parallel.h"
 
 namespace heddle::nn {
 namespace {
@@ -30,6 +34,18 @@ std::size_t utf8_length(std::string_view text) {
     return second && continues(2) && continues(3) ? 4 : 0;
   }
   return 0;
+}
+
+void read_part(const FileDescriptor& file, const std::filesystem::path& path, char* out, std::int64_t nbytes, std::int64_t offset) {
+  std::int64_t done = 0;
+  while (done < nbytes) {
+    const ssize_t count = ::pread(file.get(), out + done, static_cast<std::size_t>(nbytes - done), offset + done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw_file_error("cannot read", path, errno);
+    HEDDLE_CHECK(count > 0, "cannot read ", printable_path(path), ": it ends at byte ", offset + done, ", ", nbytes,
+                 " bytes were wanted from byte ", offset, "; was it changed while in use?");
+    done += count;
+  }
 }
 
 }  // namespace
@@ -90,16 +106,18 @@ std::int64_t file_size(const FileDescriptor& file, const std::filesystem::path& 
 
 void read_exactly(const FileDescriptor& file, const std::filesystem::path& path, void* data, std::int64_t nbytes,
                   std::int64_t offset) {
-  auto* out = static_cast<char*>(data);
-  std::int64_t done = 0;
-  while (done < nbytes) {
-    const ssize_t count = ::pread(file.get(), out + done, static_cast<std::size_t>(nbytes - done), offset + done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw_file_error("cannot read", path, errno);
-    HEDDLE_CHECK(count > 0, "cannot read ", printable_path(path), ": it ends at byte ", offset + done, ", ", nbytes,
-                 " bytes were wanted from byte ", offset, "; was it changed while in use?");
-    done += count;
-  }
+  constexpr std::int64_t kPart = std::int64_t{1} << 23;
+  const std::int64_t parts = (nbytes + kPart - 1) / kPart;
+  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(parts));
+  parallel_tasks(parts, [&](std::int64_t i) {
+    try {
+      read_part(file, path, static_cast<char*>(data) + i * kPart, std::min(kPart, nbytes - i * kPart), offset + i * kPart);
+    } catch (...) {
+      failures[static_cast<std::size_t>(i)] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& failure : failures)
+    if (failure) std::rethrow_exception(failure);
 }
 
 std::string read_file(const std::filesystem::path& path) {

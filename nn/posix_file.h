@@ -46,7 +46,7 @@ FileDescriptor open_for_reading(const std::filesystem::path& path);
 // Size in bytes of an open file.
 std::int64_t file_size(const FileDescriptor& file, const std::filesystem::path& path);
 
-// Reads exactly `nbytes` bytes from position `offset`. Throws heddle::Error if the file ends earlier or on a read error.
+// Reads exactly `nbytes` bytes from position `offset`, by all threads. Throws heddle::Error if the file ends earlier or on a read error.
 void read_exactly(const FileDescriptor& file, const std::filesystem::path& path, void* data, std::int64_t nbytes,
                   std::int64_t offset);
 

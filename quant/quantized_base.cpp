@@ -1,7 +1,6 @@
 #include "quant/quantized_base.h"
 
 #include <algorithm>
-#include <exception>
 #include <nlohmann/json.hpp>
 
 #include "autograd/grad_mode.h"
@@ -26,29 +25,22 @@ using nlohmann::json;
 const char* const kRecordFile = "base.json";
 constexpr int kVersion = 1;  // goes up where the same base and config give other bytes than before
 
-// Adds the fingerprints of the parts of the files with a folder's weights, read by all threads.
+// Adds the fingerprints of the parts of the files with a folder's weights, which all threads find.
 void add_weights(nn::Fingerprint& fingerprint, const fs::path& folder) {
   constexpr std::int64_t kPart = std::int64_t{1} << 22;
+  std::vector<char> bytes(16 * kPart);
   for (const fs::path& path : nn::TensorFiles::of_model(folder).paths()) {
     const nn::FileDescriptor file = nn::open_for_reading(path);
-    const std::int64_t nbytes = nn::file_size(file, path), parts = (nbytes + kPart - 1) / kPart;
-    std::vector<std::string> texts(static_cast<std::size_t>(parts));
-    std::vector<std::exception_ptr> failures(texts.size());
-    parallel_tasks(parts, [&](std::int64_t i) {
-      const auto at = static_cast<std::size_t>(i);
-      try {
-        std::vector<char> bytes(static_cast<std::size_t>(std::min(nbytes - i * kPart, kPart)));
-        nn::read_exactly(file, path, bytes.data(), static_cast<std::int64_t>(bytes.size()), i * kPart);
-        nn::Fingerprint part;
-        part.add(bytes.data(), bytes.size());
-        texts[at] = part.text();
-      } catch (...) {
-        failures[at] = std::current_exception();
-      }
-    });
-    for (const std::exception_ptr& failure : failures)
-      if (failure) std::rethrow_exception(failure);
-    for (const std::string& text : texts) fingerprint.add(text);
+    const std::int64_t nbytes = nn::file_size(file, path);
+    for (std::int64_t at = 0; at < nbytes; at += static_cast<std::int64_t>(bytes.size())) {
+      const std::int64_t count = std::min(nbytes - at, static_cast<std::int64_t>(bytes.size()));
+      nn::read_exactly(file, path, bytes.data(), count, at);
+      std::vector<nn::Fingerprint> parts(static_cast<std::size_t>((count + kPart - 1) / kPart));
+      parallel_tasks(static_cast<std::int64_t>(parts.size()), [&](std::int64_t i) {
+        parts[static_cast<std::size_t>(i)].add(bytes.data() + i * kPart, static_cast<std::size_t>(std::min(kPart, count - i * kPart)));
+      });
+      for (const nn::Fingerprint& part : parts) fingerprint.add(part.text());
+    }
   }
 }
 

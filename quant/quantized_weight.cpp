@@ -7,6 +7,7 @@
 
 #include "autograd/ops.h"
 #include "kernels/quantize/formats.h"
+#include "kernels/runtime/parallel.h"
 
 namespace heddle::quant {
 namespace {
@@ -37,21 +38,41 @@ void check_part(const std::string& name, const char* what, const Tensor& part, D
 
 const char* const kDamaged = "; the file is damaged or of another format";
 
+// Which bytes a tensor holds.
+std::array<bool, 256> bytes_of(const Tensor& bytes) {
+  const Tensor host = bytes.to(kCpu);
+  const std::uint8_t* data = host.view().as<std::uint8_t>();
+  std::array<std::array<bool, 256>, kReductionChunks> found{};
+  parallel_for(kReductionChunks, 1, [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t chunk = from; chunk < to; ++chunk)
+      for (std::int64_t i = host.numel() * chunk / kReductionChunks; i < host.numel() * (chunk + 1) / kReductionChunks; ++i)
+        found[static_cast<std::size_t>(chunk)][data[i]] = true;
+  });
+  std::array<bool, 256> out{};
+  for (const std::array<bool, 256>& part : found)
+    for (std::size_t byte = 0; byte < out.size(); ++byte) out[byte] = out[byte] || part[byte];
+  return out;
+}
+
 // FP8 codes that are NaN or infinite.
 template <typename F>
 void check_codes(const std::string& name, const Tensor& codes) {
-  std::array<bool, 256> is_number{};
-  for (std::size_t code = 0; code < is_number.size(); ++code) is_number[code] = std::isfinite(decode<F>(static_cast<std::uint8_t>(code)));
-  for (const std::uint8_t code : codes.to_vector<std::uint8_t>())
-    HEDDLE_CHECK(is_number[code], "quantized weight '", name, "': codes hold the byte ", static_cast<int>(code), ", which is ", decode<F>(code), kDamaged);
+  const std::array<bool, 256> is_there = bytes_of(codes);
+  for (std::size_t byte = 0; byte < is_there.size(); ++byte) {
+    const float value = decode<F>(static_cast<std::uint8_t>(byte));
+    HEDDLE_CHECK(!is_there[byte] || std::isfinite(value), "quantized weight '", name, "': codes hold the byte ", byte, ", which is ", value, kDamaged);
+  }
 }
 
-// Block scales as numbers.
+// The different block scales, as numbers.
 std::vector<double> scale_values(const QuantSpec& spec, const Tensor& scales) {
   if (scales.dtype() != DType::u8) return scales.to_doubles();
-  const std::vector<std::uint8_t> bytes = scales.to_vector<std::uint8_t>();
-  std::vector<double> out(bytes.size());
-  std::ranges::transform(bytes, out.begin(), [&](std::uint8_t byte) { return spec.format == QuantFormat::mxfp4 ? decode_e8m0(byte) : decode<E4M3>(byte); });
+  const std::array<bool, 256> is_there = bytes_of(scales);
+  std::vector<double> out;
+  for (std::size_t i = 0; i < is_there.size(); ++i) {
+    const auto byte = static_cast<std::uint8_t>(i);
+    if (is_there[i]) out.push_back(spec.format == QuantFormat::mxfp4 ? decode_e8m0(byte) : decode<E4M3>(byte));
+  }
   return out;
 }
 

@@ -4,6 +4,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -105,6 +106,21 @@ TEST(SafetensorsRead, FileCutWhileOpenIsAnError) {
   std::filesystem::resize_file(path, 20);
 
   EXPECT_THROW(file.read("a"), Error);
+}
+
+// Of more than the 8 MiB that a thread reads at a time.
+TEST(SafetensorsRead, LargeTensorsAreReadWholeOrNotAtAll) {
+  const TempFolder folder;
+  std::vector<std::int32_t> values(4'500'001);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<std::int32_t>(i * i);
+  const std::int64_t count = std::ssize(values);
+  write_safetensors(folder / "f", {{"t", Tensor::from_vector(values, {count})}});
+  const SafetensorsFile file(folder / "f");
+  const Tensor read = file.read("t");
+
+  EXPECT_TRUE(std::equal(values.begin(), values.end(), read.view().as<std::int32_t>()));
+  std::filesystem::resize_file(folder / "f", 4 * count);
+  EXPECT_THROW(file.read("t"), Error);
 }
 
 TEST(SafetensorsRead, PathsAreRawBytes) {
