@@ -16,16 +16,20 @@ namespace heddle::nn {
 inline constexpr int kMaxJsonDepth = 64;
 
 // The value of a text; discarded (is_discarded()) if that is not JSON, has lists and objects in more than kMaxJsonDepth levels, or an
-// object with a key twice, of which readers take different ones. Json is nlohmann::json or nlohmann::ordered_json.
+// object with a key twice, of which readers take different ones; that key is then `repeated`. Json is nlohmann::json or nlohmann::ordered_json.
 template <typename Json>
-Json parse_json(std::string_view text) {
+Json parse_json(std::string_view text, std::string* repeated = nullptr) {
   using Event = typename Json::parse_event_t;
   bool fits = true;
   std::vector<std::set<std::string>> keys(kMaxJsonDepth + 2);  // of the open object at each depth
   const auto keep = [&](int depth, Event event, const Json& value) {
     fits = fits && depth <= kMaxJsonDepth;
     if (fits && event == Event::object_start) keys[static_cast<std::size_t>(depth) + 1].clear();
-    if (fits && event == Event::key) fits = keys[static_cast<std::size_t>(depth)].insert(value.template get<std::string>()).second;
+    if (fits && event == Event::key) {
+      const auto key = value.template get<std::string>();
+      fits = keys[static_cast<std::size_t>(depth)].insert(key).second;
+      if (!fits && repeated != nullptr) *repeated = key;
+    }
     return fits;
   };
   Json out = Json::parse(text, keep, /*allow_exceptions=*/false);
@@ -34,8 +38,10 @@ Json parse_json(std::string_view text) {
 
 // The value of a file. Throws heddle::Error naming the file where parse_json discards.
 inline nlohmann::json read_json(const std::filesystem::path& path) {
-  auto out = parse_json<nlohmann::json>(read_file(path));
-  HEDDLE_CHECK(!out.is_discarded(), printable_path(path), ": not JSON of at most ", kMaxJsonDepth, " levels with each key once; mend or remove it");
+  std::string repeated;
+  auto out = parse_json<nlohmann::json>(read_file(path), &repeated);
+  HEDDLE_CHECK(repeated.empty(), printable_path(path), ": the key \"", printable(shortened(repeated)), "\" is there twice; mend or remove it");
+  HEDDLE_CHECK(!out.is_discarded(), printable_path(path), ": not JSON of at most ", kMaxJsonDepth, " levels; mend or remove it");
   return out;
 }
 

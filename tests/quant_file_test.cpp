@@ -360,11 +360,11 @@ TEST(QuantFile, RefusesConfigsOfManyLevels) {
 // Programs differ in which of them they take.
 TEST(QuantFile, RefusesConfigsWithAKeyTwice) {
   const TempFolder folder;
-  for (const char* text : {R"({"quantization_config": {"quant_method": "awq"}, "quantization_config": {}})",
-                           R"({"quantization_config": {"format": "awq", "format": "nvfp4-pack-quantized"}})"}) {
+  for (const auto& [key, text] : {std::pair{"quantization_config", R"({"quantization_config": {"quant_method": "awq"}, "quantization_config": {}})"},
+                                  std::pair{"format", R"({"quantization_config": {"format": "awq", "format": "nvfp4-pack-quantized"}})"}}) {
     nn::write_file(folder / "config.json", text);
     EXPECT_EQ(error_of([&] { quant::has_quantized(folder.path()); }),
-              nn::printable_path(folder / "config.json") + ": not JSON of at most 64 levels with each key once; mend or remove it");
+              concat_text(nn::printable_path(folder / "config.json"), ": the key \"", key, "\" is there twice; mend or remove it"));
   }
 }
 
