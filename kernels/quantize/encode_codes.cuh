@@ -41,6 +41,22 @@ class Chunk {
     }
   }
 
+  // The largest magnitude: of pairs as they are stored, before they take the registers of floats.
+  __device__ float largest() const {
+    if constexpr (kIsFloat) {
+      float out = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) out = fmaxf(out, fabsf(__uint_as_float(word(i))));
+      return out;
+    } else {
+      std::uint32_t pair = word(0);
+#pragma unroll
+      for (int i = 1; i < kChunk / 2; ++i) pair = larger_of(T{}, pair, word(i));
+      const float2 both = floats_of(T{}, pair);
+      return fmaxf(fabsf(both.x), fabsf(both.y));
+    }
+  }
+
  private:
   static constexpr bool kIsFloat = std::is_same_v<T, float>;
   static constexpr int kWords = kChunk / kWide<T>;
@@ -73,13 +89,6 @@ __device__ void for_chunks(const Rows<const T>& x, const Fn& fn) {
     if (turn + kTurn < end) next.load(from, min(left, kChunk), x.is_aligned);
     fn(chunk, count, row, first + turn);
   }
-}
-
-__device__ inline float largest_of(const float (&x)[kChunk]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) largest = fmaxf(largest, fabsf(x[i]));
-  return largest;
 }
 
 // Eight E2M1 codes of numbers given as halves of them. The code of a magnitude m is 2 m up to m = 2, then m - 2 more of it up to 4, then

@@ -27,6 +27,25 @@ __device__ inline std::uint32_t products(float16, std::uint32_t a, std::uint32_t
   return reinterpret_cast<const std::uint32_t&>(pair);
 }
 
+// Numbers that have the larger magnitudes of two, of either sign.
+#if __CUDA_ARCH__ >= 860
+#define HEDDLE_LARGER(type) asm("max.xorsign.abs." type "x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b))
+#else
+#define HEDDLE_LARGER(type) \
+  asm("{.reg .b32 x, y; abs." type "x2 x, %1; abs." type "x2 y, %2; max." type "x2 %0, x, y;}" : "=r"(out) : "r"(a), "r"(b))
+#endif
+__device__ inline std::uint32_t larger_of(bfloat16, std::uint32_t a, std::uint32_t b) {
+  std::uint32_t out;
+  HEDDLE_LARGER("bf16");
+  return out;
+}
+__device__ inline std::uint32_t larger_of(float16, std::uint32_t a, std::uint32_t b) {
+  std::uint32_t out;
+  HEDDLE_LARGER("f16");
+  return out;
+}
+#undef HEDDLE_LARGER
+
 // sums += a b on the tensor cores, a 16 x 16 and b 16 x 8: lane 4 g + t has of a the rows g and g + 8 at the terms 2 t and 2 t + 1, then at
 // 2 t + 8 and 2 t + 9; of b the column g at the same terms; of the sums the rows g and g + 8 at the columns 2 t and 2 t + 1.
 #define HEDDLE_MULTIPLY_ADD(type)                                                                                                            \

@@ -1,5 +1,6 @@
 #include "kernels/quantize/encode_codes.cuh"
 #include "kernels/quantize/nvfp4_scale.cuh"
+#include "kernels/quantize/row_blocks.h"
 
 namespace heddle::cuda {
 namespace {
@@ -67,8 +68,7 @@ __global__ void encode_rows_kernel(const Rows<const T> x, float* scales, const C
   float largest = 0.0f, values[kChunk];
   for (std::int64_t column = threadIdx.x * kChunk; column < x.columns; column += kTurn) {
     chunk.load(from + column, at_most<kChunk>(x.columns - column), x.is_aligned);
-    chunk.unpack(values);
-    largest = fmaxf(largest, largest_of(values));
+    largest = fmaxf(largest, chunk.largest());
   }
   const float scale = float_scale(block_max(largest), F::kLargest);
   if (threadIdx.x == 0) scales[row] = scale;
@@ -78,6 +78,22 @@ __global__ void encode_rows_kernel(const Rows<const T> x, float* scales, const C
     chunk.unpack(values);
     store_codes<F>(values, scale, count, row, column, codes);
   }
+}
+
+// The threads of a block of kFp8Block columns are neighbours.
+template <typename T>
+__global__ void __launch_bounds__(kBlock, 4) encode_row_blocks_kernel(const Rows<const T> x, float* scales, const Codes codes) {
+  for_chunks(x, [&](const Chunk<T>& chunk, int count, std::int64_t row, std::int64_t column) {
+    float amax = chunk.largest();
+#pragma unroll
+    for (int step = 1; step < kFp8Block / kChunk; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+    if (count <= 0) return;
+    const float scale = float_scale(amax, E4M3::kLargest);
+    float values[kChunk];
+    chunk.unpack(values);
+    if (column % kFp8Block == 0) scales[column / kFp8Block * x.rows + row] = scale;
+    store_codes<E4M3>(values, scale, count, row, column, codes);
+  });
 }
 
 // A block of threads takes a tile of kFp8Block rows and columns, whose scale is at [blockIdx.y, blockIdx.x], and keeps it as it is stored, 64
@@ -94,14 +110,12 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 3 : 2) encode_tiles_k
     const std::int64_t row = first + i * kStep;
     chunks[i].load(x.data + row * x.stride + column, row < x.rows ? count : 0, x.is_aligned);
   }
-  float largest = 0.0f, values[kChunk];
+  float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    chunks[i].unpack(values);
-    largest = fmaxf(largest, largest_of(values));
-  }
+  for (int i = 0; i < kChunks; ++i) largest = fmaxf(largest, chunks[i].largest());
   const float scale = float_scale(block_max(largest), F::kLargest);
   if (threadIdx.x == 0) scales[static_cast<std::int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = scale;
+  float values[kChunk];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     const std::int64_t row = first + i * kStep;
@@ -141,11 +155,11 @@ __global__ void __launch_bounds__(kBlock, Scale::kBlocks) encode_blocks_kernel(c
                                                                                std::int64_t scale_stride, const Codes codes) {
   const auto scale_of = rule.of_tensor();
   for_chunks(x, [&](const Chunk<T>& chunk, int count, std::int64_t row, std::int64_t column) {
-    float values[kChunk];
-    chunk.unpack(values);
-    float amax = largest_of(values);
+    float amax = chunk.largest();
     if constexpr (Scale::kSize == 2 * kChunk) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
     if (count <= 0) return;
+    float values[kChunk];
+    chunk.unpack(values);
     const ByteScale scale = scale_of(values, amax);
     if (column % Scale::kSize == 0) scales[row * scale_stride + column / Scale::kSize] = scale.code;
     if constexpr (Scale::kIsPower) store_codes<E2M1>(values, PowerOfTwo{scale.code}, count, row, column, codes);
@@ -153,20 +167,20 @@ __global__ void __launch_bounds__(kBlock, Scale::kBlocks) encode_blocks_kernel(c
   });
 }
 
-Codes codes_of(const QuantizeArgs& args) {
-  const std::int64_t row_bytes = args.codes.shape[1];
-  return {.data = args.codes.as<std::uint8_t>(),
+Codes codes_of(const MutView& codes, std::optional<std::uint64_t> seed) {
+  const std::int64_t row_bytes = codes.shape[1];
+  return {.data = codes.as<std::uint8_t>(),
           .row_bytes = row_bytes,
-          .is_aligned = reinterpret_cast<std::uintptr_t>(args.codes.data) % 16 == 0 && row_bytes % 16 == 0,
-          .is_stochastic = args.seed.has_value(),
-          .seed = args.seed.value_or(0)};
+          .is_aligned = reinterpret_cast<std::uintptr_t>(codes.data) % 16 == 0 && row_bytes % 16 == 0,
+          .is_stochastic = seed.has_value(),
+          .seed = seed.value_or(0)};
 }
 
 template <typename F, typename T>
 void quantize_float_scales(const QuantizeArgs& args, const ExecContext& ctx) {
   const Rows<const T> x(args.x);
   float* scales = args.scales.as<float>();
-  const Codes codes = codes_of(args);
+  const Codes codes = codes_of(args.codes, args.seed);
   if (args.spec.needs_amax()) {
     tensor_scale_kernel<F><<<1, 1, 0, stream_of(ctx)>>>(args.amax.as<float>(), scales);
     check_launch("quantize");
@@ -188,7 +202,7 @@ template <typename T, typename Scale>
 void quantize_blocks(const QuantizeArgs& args, const Scale& scale, const ExecContext& ctx) {
   const Rows<const T> rows(args.x), x = args.seed ? rows : rows.flat(kMxBlock);
   encode_blocks_kernel<<<chunk_grid(x.rows, x.columns, kTurns * kChunk), kBlock, 0, stream_of(ctx)>>>(
-      x, scale, args.scales.as<std::uint8_t>(), args.scales.shape[1], codes_of(args));
+      x, scale, args.scales.as<std::uint8_t>(), args.scales.shape[1], codes_of(args.codes, args.seed));
 }
 
 template <typename T>
@@ -231,6 +245,16 @@ void quantize(const QuantizeArgs& args, const ExecContext& ctx) {
       case QuantFormat::mxfp4: return quantize_blocks<T>(args, MxScale{args.spec.mx_rounding}, ctx);
       case QuantFormat::nvfp4: return quantize_nvfp4<T>(args, ctx);
     }
+  });
+  check_launch("quantize");
+}
+
+void quantize_row_blocks(const ConstView& x, const MutView& codes, const MutView& scales, const ExecContext& ctx) {
+  dispatch_stored(x.dtype, "quantize", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Rows<const T> rows(x);
+    encode_row_blocks_kernel<<<chunk_grid(rows.rows, rows.columns, kTurns * kChunk), kBlock, 0, stream_of(ctx)>>>(rows, scales.as<float>(),
+                                                                                                                 codes_of(codes, {}));
   });
   check_launch("quantize");
 }
