@@ -47,6 +47,7 @@ int run_merge(const MergeCommand& command) {
   config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
   const fs::path adapter_folder = nn::open_adapter(command.adapter);
   follow_adapter(adapter_folder, folder, run);
+  if (run.quantize) run.quantize->compute.reset();  // nothing is multiplied, and this may be another machine
   const DType dtype = nn::dtype_of(run.train.precision);
   config::RunConfig summed = run;
   summed.train.precision = nn::Precision::fp32;

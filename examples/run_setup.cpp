@@ -139,6 +139,7 @@ void follow_adapter(const std::filesystem::path& adapter, const std::filesystem:
     HEDDLE_CHECK(!difference.starts_with("model."), nn::printable_path(adapter), " was trained on another model than ", nn::printable_path(base), ": ",
                  difference);
   run.quantize = trained.quantize;
+  run.quantize->compute.reset();  // this may be another machine
   run.train.precision = trained.train.precision;
 }
 
@@ -156,11 +157,7 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
   } else if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, config.compute); !ignored.empty()) {
     std::cerr << "heddle: not used: " << ignored.size() << " scales of activations, " << nn::printable(ignored.front()) << " the first\n";
   }
-  std::set<std::string> products;
-  for (const auto& [name, module] : model.modules())
-    if (const auto layer = std::dynamic_pointer_cast<quant::QuantLinear>(module); layer != nullptr)
-      products.insert(quant::describe_products(layer->weight().spec(), config.compute, model.device(), layer->dtype()));
-  for (const std::string& line : products) std::cerr << "heddle: " << line << '\n';
+  for (const std::string& line : quant::describe_products(model)) std::cerr << "heddle: " << line << '\n';
   return true;
 }
 

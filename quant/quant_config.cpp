@@ -30,7 +30,7 @@ std::vector<nn::Field> fields(QuantConfig& c) {
       {"mxfp4_scale", nn::choice(c.mxfp4_scale, kMxRoundings), {}},
       {"rounding", nn::choice(c.rounding, kElementRoundings), {}},
       {"seed", &c.seed, {.range = nn::at_least(0), .derived = "train.seed"}},
-      {"compute", nn::choice(c.compute, kComputes), {}},
+      {"compute", nn::choice(c.compute, kComputes), {.derived = "fp8 for FP8 formats where the GPU has it, else bf16"}},
       {"exclude", &c.exclude, {}},
   };
 }

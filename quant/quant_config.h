@@ -43,7 +43,7 @@ struct QuantConfig {
   MxRounding mxfp4_scale = MxRounding::floor;
   ElementRounding rounding = ElementRounding::nearest;
   std::optional<std::int64_t> seed;  // of stochastic rounding, and only there
-  QuantCompute compute = QuantCompute::fp8;  // of FP8 weights; others are always decoded
+  std::optional<QuantCompute> compute;  // left open: FP8 for FP8 weights on a GPU that multiplies in it, else what activations are
   // Layers that stay as they are: names or their ends after a dot ("o_proj", "layers.0.mlp.*"), with the wildcards of fnmatch.
   // Embeddings and norms always stay.
   std::vector<std::string> exclude{"lm_head"};

@@ -70,7 +70,7 @@ Tensor float_scales(const Tensor& stored, QuantSpec& spec, std::int64_t out, std
 
 class Loading {
  public:
-  Loading(const fs::path& folder, nn::CausalLM& model, QuantCompute compute)
+  Loading(const fs::path& folder, nn::CausalLM& model, std::optional<QuantCompute> compute)
       : model_(model), compute_(compute), where_(nn::printable_path(folder)), layout_(parse_layout(quantization_of(folder), where_)),
         file_(nn::TensorFiles::of_model(folder)) {}
 
@@ -103,6 +103,8 @@ class Loading {
   void attempt(const Fn& fn) {
     try {
       fn();
+    } catch (const nn::BadValue&) {  // of the config, and nothing the file could change
+      throw;
     } catch (const Error& error) {
       problems_ += concat_text("\n  ", error.what());
     }
@@ -152,7 +154,7 @@ class Loading {
   }
 
   nn::CausalLM& model_;
-  QuantCompute compute_;
+  std::optional<QuantCompute> compute_;
   std::string where_;
   FileLayout layout_;
   nn::TensorFiles file_;
@@ -223,7 +225,7 @@ void save_quantized(const fs::path& folder, const nn::CausalLM& model) {
 
 bool has_quantized(const fs::path& folder) { return !quantization_of(folder).is_null(); }
 
-std::vector<std::string> load_quantized(const fs::path& folder, nn::CausalLM& model, QuantCompute compute) {
+std::vector<std::string> load_quantized(const fs::path& folder, nn::CausalLM& model, std::optional<QuantCompute> compute) {
   return Loading(folder, model, compute).run();
 }
 

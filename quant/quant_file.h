@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,8 +28,8 @@ bool has_quantized(const std::filesystem::path& folder);
 
 // Loads the weights of a plain model, with a QuantLinear for every layer that the folder has quantised. Returns the names of tensors
 // that were left out: scales of activations and caches. Throws heddle::Error for an unknown layout, and naming every tensor that is
-// missing, unexpected, of another shape or dtype, or damaged; the model is then unchanged. Parameters that are not quantised are
-// converted to the model's dtype.
-std::vector<std::string> load_quantized(const std::filesystem::path& folder, nn::CausalLM& model, QuantCompute compute = QuantCompute::wide);
+// missing, unexpected, of another shape or dtype, or damaged; nn::BadValue for FP8 products that cannot be; the model is then unchanged.
+// Parameters that are not quantised are converted to the model's dtype.
+std::vector<std::string> load_quantized(const std::filesystem::path& folder, nn::CausalLM& model, std::optional<QuantCompute> compute = {});
 
 }  // namespace heddle::quant

@@ -1,8 +1,13 @@
 #include "quant/quant_linear.h"
 
+#include <map>
+#include <string_view>
+#include <utility>
+
 #include "autograd/node.h"
 #include "autograd/ops.h"
 #include "autograd/ops/linear_parts.h"
+#include "nn/config_field.h"
 
 namespace heddle::quant {
 namespace {
@@ -33,31 +38,74 @@ struct QuantLinearNode final : Node {
   QuantizedWeight weight_;
 };
 
-}  // namespace
+// What a product takes beside x.
+struct Factors {
+  const QuantizedWeight& weight;
+  const Tensor& bias;
+  QuantCompute compute;
+};
 
-Tensor quant_linear(const Tensor& x, const QuantizedWeight& weight, const Tensor& bias, QuantCompute compute) {
+void check_factors(const Tensor& x, const Factors& factors) {
+  const auto& [weight, bias, compute] = factors;
   const std::int64_t out_features = weight.out_features();
   HEDDLE_CHECK(x.rank() >= 1 && x.size(-1) == weight.in_features() && is_floating(x.dtype()) && x.device() == weight.device(),
                "quant_linear: x is ", x.describe(), ", the weight [", out_features, ", ", weight.in_features(), "] on ", weight.device(),
                "; x must be floating, on the same device, and its last size the second of the weight");
   HEDDLE_CHECK(!bias.defined() || (bias.shape() == Shape{out_features} && bias.dtype() == x.dtype()), "quant_linear: bias must be ", x.dtype(),
                " [", out_features, "], got ", bias.describe());
+}
+
+std::vector<Tensor> quant_linears(const Tensor& x, const std::vector<Factors>& layers) {
   const Tensor rows = as_rows(x);
-  Shape shape = x.shape();
-  shape[x.rank() - 1] = out_features;
-  const Tensor out = Tensor::empty(shape, x.dtype(), x.device());
-  quant_gemm({.x = rows.view(),
-              .w = weight.view(),
-              .out = as_rows(out).mutable_view(),
-              .bias = bias.defined() ? bias.view() : ConstView{},
-              .compute = compute},
-             device_context(x.device()));
-  if (needs_grad({&x, &bias})) record(out, std::make_shared<QuantLinearNode>(x, weight), {&x, &bias});
+  std::vector<Tensor> out;
+  std::vector<QuantGemmArgs> products;
+  for (const Factors& layer : layers) {
+    check_factors(x, layer);
+    Shape shape = x.shape();
+    shape[x.rank() - 1] = layer.weight.out_features();
+    out.push_back(Tensor::empty(shape, x.dtype(), x.device()));
+    products.push_back({.x = rows.view(),
+                        .w = layer.weight.view(),
+                        .out = as_rows(out.back()).mutable_view(),
+                        .bias = layer.bias.defined() ? layer.bias.view() : ConstView{},
+                        .compute = layer.compute});
+  }
+  quant_gemms(products, device_context(x.device()));
+  for (std::size_t i = 0; i < layers.size(); ++i)
+    if (needs_grad({&x, &layers[i].bias})) record(out[i], std::make_shared<QuantLinearNode>(x, layers[i].weight), {&x, &layers[i].bias});
   return out;
 }
 
-QuantLinear::QuantLinear(const QuantizedWeight& weight, const Tensor& bias, DType dtype, QuantCompute compute)
-    : weight_(weight), bias_(bias), dtype_(dtype), compute_(compute) {
+QuantCompute chosen_compute(const QuantizedWeight& weight, DType dtype, std::optional<QuantCompute> asked) {
+  const bool is_possible = fp8_products(weight.view(), dtype);
+  if (asked == QuantCompute::fp8 && !is_possible)
+    throw nn::BadValue("quantize.compute",
+                       concat_text("bf16 or nothing, as ", dtype, " is not multiplied in FP8 with ", name_of(weight.spec().format), " [",
+                                   weight.out_features(), ", ", weight.in_features(), "] on ", weight.device()),
+                       "fp8");
+  return asked.value_or(weight.spec().is_fp8() && is_possible ? QuantCompute::fp8 : QuantCompute::wide);
+}
+
+// How the products of a layer are computed, in words that layers computed alike have in common.
+std::string description(const QuantLinear& layer) {
+  const QuantSpec& spec = layer.weight().spec();
+  if (layer.compute() == QuantCompute::wide)
+    return concat_text("stored so; products on ", layer.weight().device(), " decode them to ", layer.dtype());
+  const char* const scales = !spec.is_fp8() || spec.grain == ScaleGrain::channel ? "a scale a row"
+                             : spec.grain == ScaleGrain::tensor                   ? "one scale"
+                                                                                  : "a scale for 128 of a row";
+  return concat_text("products on ", layer.weight().device(), " run in FP8, ", spec.is_fp8() ? "" : "weights decoded and ",
+                     "activations rounded to it with ", scales, "; gradients of activations decode the weights to ", layer.dtype());
+}
+
+}  // namespace
+
+Tensor quant_linear(const Tensor& x, const QuantizedWeight& weight, const Tensor& bias, QuantCompute compute) {
+  return quant_linears(x, {{weight, bias, compute}})[0];
+}
+
+QuantLinear::QuantLinear(const QuantizedWeight& weight, const Tensor& bias, DType dtype, std::optional<QuantCompute> compute)
+    : weight_(weight), bias_(bias), dtype_(dtype), compute_(chosen_compute(weight, dtype, compute)) {
   if (!bias_.defined()) return;
   const bool was_trainable = bias_.requires_grad();
   register_parameter("bias", bias_);
@@ -65,5 +113,23 @@ QuantLinear::QuantLinear(const QuantizedWeight& weight, const Tensor& bias, DTyp
 }
 
 Tensor QuantLinear::forward(const Tensor& x, Generator*) const { return quant_linear(x, weight_, bias_, compute_); }
+
+std::vector<Tensor> QuantLinear::forward_together(const std::vector<const LinearBase*>& layers, const Tensor& x, Generator* dropout) const {
+  std::vector<Factors> all;
+  for (const LinearBase* layer : layers)
+    if (const auto* other = dynamic_cast<const QuantLinear*>(layer); other != nullptr) all.push_back({other->weight_, other->bias_, other->compute_});
+  return all.size() == layers.size() ? quant_linears(x, all) : LinearBase::forward_together(layers, x, dropout);
+}
+
+std::vector<std::string> describe_products(const nn::Module& model) {
+  std::map<std::pair<std::string_view, std::string>, int> layers;  // by format and description
+  for (const auto& [name, module] : model.modules())
+    if (const auto* layer = dynamic_cast<const QuantLinear*>(module.get()); layer != nullptr)
+      layers[{name_of(layer->weight().spec().format), description(*layer)}] += 1;
+  std::vector<std::string> out;
+  for (const auto& [kind, count] : layers)
+    out.push_back(concat_text(kind.first, " weights of ", count, count == 1 ? " layer: " : " layers: ", kind.second));
+  return out;
+}
 
 }  // namespace heddle::quant

@@ -184,14 +184,6 @@ std::int64_t quantized_weights(const nn::Module& model) {
   return out;
 }
 
-std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype) {
-  const std::string weights = concat_text(name_of(spec.format), " weights");
-  if (compute == QuantCompute::fp8 && dtype_size(dtype) == 2 && fp8_products(spec, device))
-    return concat_text(weights, ": products on ", device, " run in FP8, activations rounded to it with a scale ",
-                       spec.grain == ScaleGrain::tensor ? "each" : "a row", "; gradients of activations decode the weights to ", dtype);
-  return concat_text(weights, ": stored so; products on ", device, " decode them to ", dtype);
-}
-
 std::string summary(const QuantReport& report) {
   const Total total(report);
   QuantError error;

@@ -30,8 +30,9 @@ struct QuantReport {
 // Puts a QuantLinear in the place of every Linear layer of the model that no exclude pattern names. In nvfp4 the queries', keys' and
 // values' projections of a layer share a tensor scale, and so do gate and up: programs that run them as one product need it. Stochastic
 // rounding draws for each layer of the model anew, whatever is excluded. Throws ConfigError for a config that contradicts itself,
-// nn::BadValue for a pattern that names no linear layer (other than lm_head, which a tied model lacks), heddle::Error for a weight
-// that is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is then unchanged.
+// nn::BadValue for a pattern that names no linear layer (other than lm_head, which a tied model lacks) and for FP8 products that cannot
+// be, heddle::Error for a weight that is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is
+// then unchanged.
 QuantReport quantize_model(nn::Module& model, const QuantConfig& config);
 
 // Puts plain layers of the decoded weights, in the layers' dtype, back for every QuantLinear of the model.
@@ -39,9 +40,6 @@ void dequantize_model(nn::Module& model);
 
 // How many weights the QuantLinear layers of a model hold; they are no parameters of it.
 std::int64_t quantized_weights(const nn::Module& model);
-
-// What runs in few bits and what is only stored so, in a sentence: products of such weights with inputs of `dtype` on a device.
-std::string describe_products(const QuantSpec& spec, QuantCompute compute, Device device, DType dtype);
 
 // Whether a pattern of QuantConfig::exclude names a layer.
 bool is_excluded(const std::string& layer, const std::vector<std::string>& patterns);

@@ -1,12 +1,18 @@
 // The codecs on the GPU write and read the same bits as those on the CPU.
 
+#include <algorithm>
 #include <array>
+#include <cmath>
+#include <optional>
 
 #include "autograd/ops.h"
 #include "kernels/quantize/formats.h"
 #include "kernels/quantize/quant_gemm.h"
+#include "kernels/quantize/recode.h"
+#include "kernels/quantize/scales.h"
 #include "kernels/runtime/parallel.h"
 #include "kernels/runtime/random.h"
+#include "quant/quant_linear.h"
 #include "tests/support/compare.h"
 #include "tests/support/devices.h"
 #include "tests/support/quantized.h"
@@ -264,22 +270,183 @@ TEST_F(CudaQuantize, InputGradientsAreThoseOfTheDecodedWeight) {
   }
 }
 
-// Of x as it reads after rounding to FP8. The sums of the tensor cores keep at least 13 bits of the largest term, one rounding for
-// each 32 terms at most.
-TEST_F(CudaQuantize, Fp8ProductsAreThoseOfTheRoundedOperands) {
-  constexpr std::int64_t kM = 50, kN = 96, kK = 256;
-  for (const ScaleGrain grain : {ScaleGrain::tensor, ScaleGrain::channel}) {
-    const QuantSpec spec{.format = QuantFormat::fp8_e4m3, .grain = grain};
-    if (!fp8_products(spec, kCuda)) continue;
-    const Tensor x = mul(random_tensor({kM, kK}, DType::f32, 5), add_scalar(scale(cast(counting({kM, 1}), DType::f32), 0.3), 1.0));
-    const Tensor half = cast(x, DType::bf16), bias = random_tensor({kN}, DType::bf16, 6);
-    const Quantized w = quantized(random_tensor({kN, kK}, DType::f32, 7).to(kCuda), spec);
-    const Tensor y = Tensor::empty({kM, kN}, DType::bf16, kCuda);
-    quant_gemm({.x = half.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view(), .compute = QuantCompute::fp8},
-               device_context(kCuda));
+// What x reads as after rounding to FP8 with the scales that products with such a weight want. Rows of x beyond a multiple of 8 are not rounded
+// where these are scales of blocks.
+std::vector<double> rounded(const Tensor& x, const QuantSpec& weight) {
+  using enum ScaleGrain;
+  const QuantSpec spec{.format = QuantFormat::fp8_e4m3, .grain = weight.is_fp8() && weight.grain == tensor ? tensor : channel};
+  if (!weight.is_fp8() || weight.grain != block) return quantized(x, spec).values().to_doubles();
+  std::vector<Tensor> parts;
+  for (std::int64_t first = 0; first < x.size(1); first += 128)
+    parts.push_back(quantized(slice(x, 1, first, std::min(first + 128, x.size(1))).clone(), spec).values());
+  const std::int64_t whole = x.size(0) / 8 * 8;
+  return concat({slice(concat(parts, 1), 0, 0, whole), slice(cast(x, DType::f32), 0, whole, x.size(0))}, 0).to_doubles();
+}
 
-    const Reference reference(quantized(half, spec).values().to_doubles(), w.values().to_doubles(), bias.to_doubles(), kK);
-    reference.expect(y, unit_roundoff(DType::bf16) + 8 * 0x1p-13, grain == ScaleGrain::tensor ? "tensor" : "channel");
+// The sums of the tensor cores keep at least 13 bits of the largest term, one rounding for each 32 terms at most; the result is rounded once.
+double fp8_bound(std::int64_t terms) { return unit_roundoff(DType::bf16) + std::ceil(static_cast<double>(terms) / 32) * 0x1p-13; }
+
+// Rows and columns of different sizes, small enough for sums in float16.
+Tensor uneven(const Shape& shape, DType dtype) {
+  const Tensor x = random_tensor(shape, DType::f32, 5);
+  const auto ramp = [](const Shape& of, double step) { return add_scalar(scale(cast(counting(of), DType::f32), step), 1.0); };
+  return cast(scale(mul(mul(x, ramp({shape[0], 1}, 0.3)), ramp({1, shape[1]}, 0.05)), 0x1p-7), dtype);
+}
+
+// 208 columns are no whole number of blocks, and their rows of block scales no multiple of 16 bytes.
+TEST_F(CudaQuantize, Fp8ProductsAreThoseOfTheRoundedOperands) {
+  constexpr std::int64_t kM = 50, kN = 144;
+  for (const NamedSpec& named : all_specs())
+    for (const std::int64_t K : {208, 512})
+      for (const DType dtype : {DType::bf16, DType::f16}) {
+        const Quantized w = quantized(uneven({kN, K}, DType::f32).to(kCuda), named.spec);
+        if (!named.spec.is_fp8() || !fp8_products(w.view(), dtype)) continue;
+        const Tensor x = uneven({kM, K}, dtype), bias = random_tensor({kN}, dtype, 6), y = Tensor::empty({kM, kN}, dtype, kCuda);
+        quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view(), .compute = QuantCompute::fp8},
+                   device_context(kCuda));
+
+        Reference(rounded(x, named.spec), w.values().to_doubles(), bias.to_doubles(), K).expect(y, fp8_bound(K), text_of(named, dtype, {kM, K}));
+      }
+}
+
+// The codes and scales of a weight of 4 bits in FP8.
+Quantized in_fp8(const Quantized& w) {
+  Quantized out{{.format = QuantFormat::fp8_e4m3, .grain = ScaleGrain::channel}, w.rows, w.columns, Tensor::empty({w.rows, w.columns}, DType::u8, kCuda),
+                Tensor::empty({w.rows, 1}, DType::f32, kCuda), {}};
+  cuda::recode_rows(w.view(), 0, out.codes.mutable_view(), out.scales.mutable_view(), device_context(kCuda));
+  return out;
+}
+
+// A weight whose row `r` has, for every block scale up to the r-th and under it, a block of all codes.
+Quantized all_blocks(QuantFormat format, std::int64_t last_scale) {
+  const std::int64_t block = format == QuantFormat::mxfp4 ? kMxBlock : kNvBlock, scales = last_scale + 1;
+  Bytes codes(static_cast<std::size_t>(scales * scales * block / 2)), bytes(static_cast<std::size_t>(scales * scales));
+  for (std::size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<std::uint8_t>(i % 8 * 2 | (i % 8 * 2 + 1) << 4);
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    const std::size_t row = i / static_cast<std::size_t>(scales);
+    bytes[i] = static_cast<std::uint8_t>(std::min(i % static_cast<std::size_t>(scales), row));
+  }
+  Quantized out{{.format = format}, scales, scales * block, Tensor::from_vector(codes, {scales, scales * block / 2}).to(kCuda),
+                Tensor::from_vector(bytes, {scales, scales}).to(kCuda), {}};
+  if (format == QuantFormat::nvfp4) out.global = Tensor::full({1}, 3.0, DType::f32, kCuda);
+  return out;
+}
+
+// The largest scales of weights that can be read: 2^124 and 448.
+constexpr std::int64_t kLastE8M0 = 251, kLastE4M3 = 126;
+
+// Elements times the power of two that the note has, exact in double, rounded once.
+TEST_F(CudaQuantize, Fp4WeightsInFp8AreRoundedOnce) {
+  for (const Quantized& w : {all_blocks(QuantFormat::mxfp4, kLastE8M0), all_blocks(QuantFormat::nvfp4, kLastE4M3)}) {
+    const bool is_mx = w.spec.format == QuantFormat::mxfp4;
+    const Quantized found = in_fp8(w);
+    const Bytes codes = w.code_bytes(), bytes = w.scale_bytes(), found_codes = found.code_bytes();
+    const std::vector<double> scales = found.scales.to_doubles();
+    const auto columns = static_cast<std::size_t>(w.columns), blocks = static_cast<std::size_t>(w.scales.size(1));
+    const auto value = [&](std::uint8_t byte) { return static_cast<double>(is_mx ? decode_e8m0(byte) : decode<E4M3>(byte)); };
+    for (std::size_t row = 0; row < static_cast<std::size_t>(w.rows); ++row) {
+      const double largest = std::max(value(bytes[(row + 1) * blocks - 1]), 0x1p-121), unit = std::exp2(std::floor(std::log2(largest)) - 5);
+      ASSERT_EQ(scales[row], static_cast<double>(is_mx ? static_cast<float>(unit) : static_cast<float>(unit) / 3.0f)) << row;
+      for (std::size_t i = row * columns; i < (row + 1) * columns; ++i) {
+        const double code = decode<E2M1>(static_cast<std::uint8_t>(codes[i / 2] >> (i % 2 * 4)));
+        const auto exact = static_cast<float>(code * value(bytes[i / (columns / blocks)]) / unit);
+        ASSERT_EQ(found_codes[i], encode<E4M3>(exact)) << name_of(w.spec.format) << ' ' << row << ' ' << i % columns;
+      }
+    }
+  }
+}
+
+// As the note says how far: by 1/21 of itself, in mxfp4 not at all, or by half the least number of E4M3 times the row's scale. The decoded
+// weight and the row's scale are rounded to float32.
+TEST_F(CudaQuantize, Fp4WeightsInFp8AreNearThoseDecoded) {
+  for (const Quantized& w : {quantized(uneven({64, 320}, DType::f32).to(kCuda), {.format = QuantFormat::fp4}), all_blocks(QuantFormat::mxfp4, kLastE8M0),
+                             all_blocks(QuantFormat::nvfp4, kLastE4M3)}) {
+    const Quantized found = in_fp8(w);
+    const std::vector<double> decoded = w.values().to_doubles(), read = found.values().to_doubles(), scales = found.scales.to_doubles();
+    const double relative = (w.spec.format == QuantFormat::nvfp4 ? 1.0 / 21 : 0.0) + 0x1p-22;
+    const double absolute = w.spec.format == QuantFormat::fp4 ? 0.0 : 0x1p-10;
+    for (std::size_t i = 0; i < decoded.size(); ++i)
+      ASSERT_LE(std::abs(read[i] - decoded[i]), std::max(relative * std::abs(decoded[i]), absolute * scales[i / static_cast<std::size_t>(w.columns)]))
+          << name_of(w.spec.format) << ' ' << i;
+  }
+}
+
+// Of the weight in FP8; of the decoded one what that is off by at most. In the tests' weights nothing is near the least numbers of E4M3.
+TEST_F(CudaQuantize, Fp8ProductsOfFp4WeightsAreNearThoseOfTheDecodedWeight) {
+  constexpr std::int64_t kM = 50, kN = 144;
+  for (const NamedSpec& named : all_specs())
+    for (const std::int64_t K : {208, 512}) {
+      const Quantized w = quantized(uneven({kN, K}, DType::f32).to(kCuda), named.spec);
+      if (named.spec.is_fp8() || !fp8_products(w.view(), DType::bf16)) continue;
+      const Tensor x = uneven({kM, K}, DType::bf16), bias = random_tensor({kN}, DType::bf16, 6), y = Tensor::empty({kM, kN}, DType::bf16, kCuda);
+      quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = bias.to(kCuda).view(), .compute = QuantCompute::fp8},
+                 device_context(kCuda));
+
+      const std::vector<double> xs = rounded(x, named.spec), biases = bias.to_doubles();
+      const double off = named.spec.format == QuantFormat::nvfp4 ? 1.0 / 21 : 0.0;
+      Reference(xs, in_fp8(w).values().to_doubles(), biases, K).expect(y, fp8_bound(K), text_of(named, DType::bf16, {kM, K}));
+      Reference(xs, w.values().to_doubles(), biases, K).expect(y, off + fp8_bound(K), text_of(named, DType::bf16, {kM, K}) + ", decoded");
+    }
+}
+
+// 66000 rows of 1024 are decoded in two parts to FP8, and in three to bfloat16. They repeat a thousand.
+TEST_F(CudaQuantize, PartsOfAWeightGiveTheirColumns) {
+  constexpr std::int64_t kM = 24, kPeriod = 1000, kTimes = 66, kK = 1024;
+  const Tensor rows = random_tensor({kPeriod, kK}, DType::bf16, 7), x = random_tensor({kM, kK}, DType::bf16, 5), bias = random_tensor({kPeriod}, DType::bf16, 6);
+  const Quantized w = quantized(concat(std::vector<Tensor>(kTimes, rows.to(kCuda)), 0), {});
+  const Tensor all_biases = concat(std::vector<Tensor>(kTimes, bias.to(kCuda)), 0);
+  for (const QuantCompute compute : {QuantCompute::wide, QuantCompute::fp8}) {
+    if (compute == QuantCompute::fp8 && !fp8_products(w.view(), DType::bf16)) continue;
+    const Tensor y = Tensor::empty({kM, kPeriod * kTimes}, DType::bf16, kCuda);
+    quant_gemm({.x = x.to(kCuda).view(), .w = w.view(), .out = y.mutable_view(), .bias = all_biases.view(), .compute = compute}, device_context(kCuda));
+
+    const bool is_fp8 = compute == QuantCompute::fp8;
+    const Quantized once = quantized(rows.to(kCuda), {});
+    const Reference reference(is_fp8 ? rounded(x, {}) : x.to_doubles(), (is_fp8 ? in_fp8(once) : once).values().to_doubles(), bias.to_doubles(), kK);
+    for (std::int64_t i = 0; i < kTimes; ++i)
+      reference.expect(slice(y, 1, i * kPeriod, (i + 1) * kPeriod).clone(), is_fp8 ? fp8_bound(kK) : 3 * unit_roundoff(DType::bf16), concat_text(is_fp8 ? "fp8 " : "wide ", i));
+  }
+}
+
+// Forms that round x in every way there is, one after another.
+TEST_F(CudaQuantize, ProductsOfOneInputAreThoseOfEach) {
+  constexpr std::int64_t kM = 42, kN = 96, kK = 256;
+  const Tensor x = uneven({kM, kK}, DType::bf16).to(kCuda);
+  std::vector<Quantized> weights;
+  std::vector<Tensor> together;
+  std::vector<QuantGemmArgs> products;
+  for (const NamedSpec& named : all_specs()) weights.push_back(quantized(uneven({kN, kK}, DType::f32).to(kCuda), named.spec));
+  const auto product_of = [&](const Quantized& w, const Tensor& y) -> QuantGemmArgs {
+    return {.x = x.view(), .w = w.view(), .out = y.mutable_view(), .compute = fp8_products(w.view(), DType::bf16) ? QuantCompute::fp8 : QuantCompute::wide};
+  };
+  for (const Quantized& w : weights) {
+    together.push_back(Tensor::empty({kM, kN}, DType::bf16, kCuda));
+    products.push_back(product_of(w, together.back()));
+  }
+  quant_gemms(products, device_context(kCuda));
+
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const Tensor alone = Tensor::empty({kM, kN}, DType::bf16, kCuda);
+    quant_gemm(product_of(weights[i], alone), device_context(kCuda));
+    EXPECT_EQ(together[i].to_doubles(), alone.to_doubles()) << all_specs()[i].name;
+  }
+}
+
+// FP8 weights are multiplied in FP8 where that can be, others where it is asked for.
+TEST_F(CudaQuantize, LayersAreComputedAsTheirFormatIsUnlessAskedOtherwise) {
+  for (const NamedSpec& named : all_specs()) {
+    const auto layer = [&](std::optional<QuantCompute> asked, std::int64_t in) {
+      const auto weight = quant::QuantizedWeight::quantize("w", random_tensor({32, in}, DType::bf16).to(kCuda), named.spec);
+      return quant::QuantLinear(weight, Tensor(), DType::bf16, asked).compute();
+    };
+    const Quantized w = quantized(random_tensor({32, 64}, DType::bf16).to(kCuda), named.spec);
+    const bool is_possible = fp8_products(w.view(), DType::bf16);
+    EXPECT_EQ(layer({}, 64), named.spec.is_fp8() && is_possible ? QuantCompute::fp8 : QuantCompute::wide) << named.name;
+    EXPECT_EQ(layer(QuantCompute::wide, 64), QuantCompute::wide) << named.name;
+    if (is_possible) { EXPECT_EQ(layer(QuantCompute::fp8, 64), QuantCompute::fp8) << named.name; }
+    EXPECT_EQ(layer({}, 72), QuantCompute::wide) << named.name;
+    EXPECT_EQ(error_of([&] { layer(QuantCompute::fp8, 72); }), concat_text("quantize.compute: expected bf16 or nothing, as bfloat16 is not multiplied in FP8 with ",
+                                                                           name_of(named.spec.format), " [32, 72] on cuda:0, got fp8"));
   }
 }
 

@@ -27,6 +27,8 @@ using test::all_specs;
 using test::error_of;
 
 constexpr QuantSpec kNvfp4{.format = QuantFormat::nvfp4};
+constexpr QuantSpec kMxfp4{.format = QuantFormat::mxfp4};
+constexpr QuantSpec kFp8Channel{.format = QuantFormat::fp8_e4m3, .grain = ScaleGrain::channel};
 
 QuantizedWeight packed(const Shape& shape, const QuantSpec& spec, std::uint64_t seed = 2) {
   return QuantizedWeight::quantize("w", test::random_tensor(shape, DType::f32, seed), spec);
@@ -84,6 +86,31 @@ TEST(QuantLinear, HasNoParameterButItsBias) {
   EXPECT_EQ(layer.dense_weight().dtype(), DType::f32);
 }
 
+TEST(QuantLinear, OnTheCpuDecodesUnlessFp8IsAskedFor) {
+  for (const auto& [name, spec] : all_specs()) EXPECT_EQ(QuantLinear(packed({16, 32}, spec), Tensor(), DType::bf16).compute(), QuantCompute::wide) << name;
+
+  EXPECT_EQ(error_of([] { QuantLinear(packed({16, 32}, kNvfp4), Tensor(), DType::bf16, QuantCompute::fp8); }),
+            "quantize.compute: expected bf16 or nothing, as bfloat16 is not multiplied in FP8 with nvfp4 [16, 32] on cpu, got fp8");
+}
+
+TEST(QuantLinear, ProductsInFp8AreNotReplacedByOthers) {
+  EXPECT_EQ(error_of([] { quant::quant_linear(Tensor::zeros({3, 32}), packed({16, 32}, kNvfp4), {}, QuantCompute::fp8); }),
+            "quant_gemm: products of float32 with nvfp4 [16, 32] on cpu do not run in FP8; compute them wide");
+}
+
+TEST(QuantLinear, LayersOfOneInputGiveWhatEachGives) {
+  const QuantLinear a(packed({4, 20}, kNvfp4), test::random_tensor({4}, DType::f64), DType::f64), b(packed({7, 20}, kFp8Channel, 3), Tensor(), DType::f64);
+  const Tensor x = test::random_leaf({3, 20}), alone = test::random_leaf({3, 20});
+  const std::vector<Tensor> together = a.forward_together({&a, &b}, x, nullptr);
+  concat(together, 1).backward(test::random_tensor({3, 11}, DType::f64, 7));
+  concat({a.forward(alone), b.forward(alone)}, 1).backward(test::random_tensor({3, 11}, DType::f64, 7));
+
+  ASSERT_EQ(together.size(), 2u);
+  EXPECT_EQ(together[0].to_doubles(), a.forward(alone).to_doubles());
+  EXPECT_EQ(together[1].to_doubles(), b.forward(alone).to_doubles());
+  EXPECT_EQ(x.grad().to_doubles(), alone.grad().to_doubles());
+}
+
 TEST(QuantizedWeight, RefusesAGradient) {
   EXPECT_EQ(error_of([] { packed({4, 20}, kNvfp4).set_requires_grad(true); }),
             "quantized weight [4, 20]: quantised weights are frozen; add a LoRA adapter to train the layer");
@@ -108,9 +135,6 @@ std::string error_with(const QuantSpec& spec, const Tensor& scales, std::optiona
 
 Tensor one_byte(std::uint8_t byte) { return Tensor::from_vector(std::vector<std::uint8_t>{byte}, {1, 1}); }
 Tensor one_float(float value) { return Tensor::from_vector(std::vector<float>{value}, {1, 1}); }
-
-constexpr QuantSpec kMxfp4{.format = QuantFormat::mxfp4};
-constexpr QuantSpec kFp8Channel{.format = QuantFormat::fp8_e4m3, .grain = ScaleGrain::channel};
 
 TEST(QuantizedWeight, RefusesStoredScalesThatAreNoNumbers) {
   const auto refused = [](const char* value) {
@@ -268,6 +292,13 @@ TEST(QuantizeModel, TheModelIsThatOfTheDecodedWeights) {
     const Tensor gradient = model.parameters()[0].tensor.grad();
     EXPECT_TRUE(test::all_close(gradient, dense.parameters()[0].tensor.grad().to_doubles(), 1e-5));
   }
+}
+
+TEST(QuantizeModel, SaysWhatItsLayersAreComputedIn) {
+  nn::CausalLM model = test::tiny_model(test::tiny_config(nn::Architecture::llama));
+  quantize_model(model, nvfp4_config());
+
+  EXPECT_EQ(quant::describe_products(model), (std::vector<std::string>{"nvfp4 weights of 14 layers: stored so; products on cpu decode them to float32"}));
 }
 
 TEST(QuantizeModel, PatternsAreNamesTheirEndsOrWildcards) {

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "kernels/runtime/allocator.h"
 #include "kernels/runtime/cuda_check.h"
@@ -53,6 +54,14 @@ cudaDataType_t data_type(DType dtype) {
 
 cudaDataType_t data_type(Fp8Type type) { return type == Fp8Type::e5m2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3; }
 
+std::pair<cublasLtMatmulMatrixScale_t, cublasLtMatmulMatrixScale_t> scale_modes(Fp8Scales scales) {
+  switch (scales) {
+    case Fp8Scales::row: return {CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F};
+    case Fp8Scales::block: return {CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F};
+    default: return {CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F};
+  }
+}
+
 template <typename Value>
 void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, const Value& value) {
   HEDDLE_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)));
@@ -96,9 +105,9 @@ struct Plan {
     const bool is_fp8 = key.fp8 != Fp8Scales::none;
     if (is_fp8) {
       set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<std::int8_t>(key.is_precise == 0));
-      const auto mode = key.fp8 == Fp8Scales::row ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
-      set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
-      set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
+      const auto [a_mode, b_mode] = scale_modes(key.fp8);
+      set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_mode);
+      set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_mode);
       set_scales(pointers);
     }
     describe(a, key.a, is_fp8 ? data_type(key.a_type) : data_type(in), key.batches);

@@ -24,8 +24,9 @@ enum class Epilogue : std::int64_t {
   dgelu,  // d = scale a b * gelu_tanh'(aux)
 };
 
-// The scales of FP8 operands: float32, of a whole operand or of each row of what the caller holds by rows.
-enum class Fp8Scales : std::int64_t { none, tensor, row };
+// The scales of FP8 operands: float32, of a whole operand, of each row of what the caller holds by rows, or of blocks: in a 128 x 128, rows of
+// ceil(terms / 128) of them padded to a multiple of 4; in b 128 terms of a row, at [terms / 128, row].
+enum class Fp8Scales : std::int64_t { none, tensor, row, block };
 enum class Fp8Type : std::int64_t { e4m3, e5m2 };
 
 // All that decides how a product is computed: d = scale a b + bias, or d += scale a b. Plain bytes without padding, so that two keys are equal

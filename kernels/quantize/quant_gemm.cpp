@@ -33,30 +33,15 @@ void check_product(const QuantGemmArgs& args) {
                "quant_gemm: x ", x.dtype, " ", x.shape, " and a weight [", w.rows, ", ", w.columns, "] do not give ", out.dtype, " ", out.shape);
   HEDDLE_CHECK(!bias.defined() || (bias.shape == Shape{w.rows} && bias.dtype == x.dtype && !of_rows && write == Write::assign),
                "quant_gemm: bias must be ", x.dtype, " [", w.rows, "] of an assigned x w^T, got ", bias.dtype, " ", bias.shape);
+  HEDDLE_CHECK(compute == QuantCompute::wide || fp8_products(w, x.dtype), "quant_gemm: products of ", x.dtype, " with ", name_of(w.spec.format),
+               " [", w.rows, ", ", w.columns, "] on ", w.codes.device, " do not run in FP8; compute them wide");
 }
 
-}  // namespace
-
-bool fp8_products([[maybe_unused]] const QuantSpec& spec, [[maybe_unused]] Device device) {
-#if HEDDLE_WITH_CUDA
-  return device.is_cuda() && cuda::fp8_products(spec, device.index);
-#else
-  return false;
-#endif
-}
-
-void quant_gemm(const QuantGemmArgs& args, const ExecContext& ctx) {
-  check_product(args);
-  if (args.out.numel() == 0) return;
-#if HEDDLE_WITH_CUDA
-  make_current(ctx);
-  if (ctx.device.is_cuda() && cuda::quant_gemm_of_codes(args, ctx)) return;
-#endif
+void multiply_decoded(const QuantGemmArgs& args, const ExecContext& ctx) {
   const auto& [x, w, out, bias, of_rows, write, compute] = args;
   const std::int64_t results = out.shape[1], terms = x.shape[1];
   const auto element_bytes = static_cast<std::int64_t>(dtype_size(x.dtype));
-  const std::int64_t fitting = (ctx.device.is_cuda() ? kCudaTileBytes : kCpuTileBytes) / (std::max<std::int64_t>(terms, 1) * element_bytes);
-  const std::int64_t width = std::min(results, std::max(fitting / kTileStep, std::int64_t{1}) * kTileStep);
+  const std::int64_t width = decoded_at_once(results, terms * element_bytes, ctx.device);
   const Buffer memory(width * terms * element_bytes, ctx.device);
   for (std::int64_t first = 0; first < results; first += width) {
     const std::int64_t count = std::min(width, results - first);
@@ -68,5 +53,41 @@ void quant_gemm(const QuantGemmArgs& args, const ExecContext& ctx) {
     gemm(product, ctx);
   }
 }
+
+}  // namespace
+
+// Parts of one size, as a smaller last one leaves more multiprocessors idle: the tiles of its product do not fill whole turns of them.
+std::int64_t decoded_at_once(std::int64_t results, std::int64_t nbytes, Device device) {
+  const std::int64_t memory = device.is_cuda() ? kCudaTileBytes : kCpuTileBytes;
+  const std::int64_t steps = (results + kTileStep - 1) / kTileStep;
+  const std::int64_t most = std::max(memory / (std::max<std::int64_t>(nbytes, 1) * kTileStep), std::int64_t{1});
+  const std::int64_t parts = (steps + most - 1) / most;
+  return std::min(results, (steps + parts - 1) / parts * kTileStep);
+}
+
+bool fp8_products([[maybe_unused]] const QuantView& w, [[maybe_unused]] DType x) {
+#if HEDDLE_WITH_CUDA
+  const auto fits = [](std::int64_t size) { return size % 16 == 0 && size > 0; };
+  const Device device = w.codes.device;
+  return device.is_cuda() && dtype_size(x) == 2 && fits(w.rows) && fits(w.columns) && cuda::fp8_products(w.spec, device.index);
+#else
+  return false;
+#endif
+}
+
+void quant_gemms(const std::vector<QuantGemmArgs>& products, const ExecContext& ctx) {
+  std::vector<QuantGemmArgs> left;
+  for (const QuantGemmArgs& args : products) {
+    check_product(args);
+    if (args.out.numel() > 0) left.push_back(args);
+  }
+#if HEDDLE_WITH_CUDA
+  make_current(ctx);
+  if (ctx.device.is_cuda()) left = cuda::quant_gemms_of_codes(left, ctx);
+#endif
+  for (const QuantGemmArgs& args : left) multiply_decoded(args, ctx);
+}
+
+void quant_gemm(const QuantGemmArgs& args, const ExecContext& ctx) { quant_gemms({args}, ctx); }
 
 }  // namespace heddle

@@ -18,7 +18,14 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-FORMATS = {"bf16": None, "nvfp4": "nvfp4", "fp8": "fp8_e4m3", "mxfp4": "mxfp4"}
+FORMATS = {
+    "bf16": [],
+    "nvfp4": ["format=nvfp4"],
+    "nvfp4_in_fp8": ["format=nvfp4", "compute=fp8"],
+    "fp8": ["format=fp8_e4m3"],
+    "fp8_blocks": ["format=fp8_e4m3", "fp8_scale=block"],
+    "mxfp4": ["format=mxfp4"],
+}
 MODEL = """model: {{architecture: llama, vocab_size: 4096, hidden_size: {width}, num_hidden_layers: {layers}, num_attention_heads: {heads},
          num_key_value_heads: {kv_heads}, intermediate_size: {ffn}, max_position_embeddings: 2048}}
 """
@@ -68,8 +75,8 @@ def write_base(folder, a, config):
 def run(a, folder, config, name):
     out = folder / "out.json"
     command = [str(Path(a.heddle).resolve()), "bench-train", str(config), "--steps", str(a.steps), "--warmup", str(a.warmup), "--json", str(out)]
-    if FORMATS[name]:
-        command += ["--set", f"quantize.format={FORMATS[name]}"]
+    for setting in FORMATS[name]:
+        command += ["--set", f"quantize.{setting}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode != 0:
         raise SystemExit(done.stdout[-500:] + done.stderr)
@@ -105,7 +112,7 @@ def main():
             for who in a.formats:
                 step_ms, peak, share = run(a, folder, config, who)
                 lines.append(dict(round=number, base=who, step_ms=step_ms, peak_gib=peak, share_of_weights=share))
-                print(f"{who:6} {step_ms:9.3f} ms/step {2 * a.seq / step_ms * 1e3:10,.0f} tokens/s {peak:7.2f} GiB, linear weights {share:.3f}", flush=True)
+                print(f"{who:12} {step_ms:9.3f} ms/step {2 * a.seq / step_ms * 1e3:10,.0f} tokens/s {peak:7.2f} GiB, linear weights {share:.3f}", flush=True)
     median = {who: statistics.median(x["step_ms"] for x in lines if x["base"] == who) for who in a.formats}
     for who in a.formats:
         share = statistics.median(x["share_of_weights"] for x in lines if x["base"] == who)
