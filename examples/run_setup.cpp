@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <iostream>
-#include <set>
 #include <utility>
 
 #include "kernels/runtime/context.h"

@@ -17,7 +17,8 @@ enum class QuantCompute { wide, fp8 };
 //   out   [M, rows of w]: x w^T + bias; or with `of_rows` [M, columns of w]: x w, the gradient of x from that of the result. dtype of x
 //   bias  [rows of w], dtype of x; optional, only without `of_rows` and with Write::assign
 // Decoded weights are rounded to x's dtype, but not where a GPU kernel takes up to 16 rows of x at once; sums are those of gemm
-// (kernels/gemm/gemm.h). With `of_rows`, and for such few rows, weights are decoded whatever `compute` says.
+// (kernels/gemm/gemm.h). With `of_rows`, for such few rows, and for rows of x beyond a multiple of 8 where weights have block scales,
+// weights are decoded whatever `compute` says.
 // Throws heddle::Error for `fp8` where fp8_products() says no.
 struct QuantGemmArgs {
   ConstView x;

@@ -6,7 +6,8 @@
 namespace heddle::cuda {
 namespace {
 
-constexpr int kLanes = 32, kChunk = 16;  // codes that share a scale in every format
+constexpr int kLanes = 32, kTurns = 4;
+constexpr int kChunk = 16;  // codes that share a scale in every format
 
 struct Recoding {
   const std::uint8_t* from;
@@ -29,14 +30,19 @@ __device__ uint2 recode_eight(std::uint32_t word, std::uint32_t factor) {
   return {__byte_perm(even, odd, 0x6420), __byte_perm(even, odd, 0x7531)};
 }
 
-// A warp takes a row.
+// A warp takes a row. The next codes are loaded before what is there is recoded, the first ones before the row's largest scale is known.
 template <typename Scale>
 __global__ void __launch_bounds__(kBlock) recode_kernel(const Recoding p, const Scale scale) {
+  constexpr int kStep = kLanes * kChunk;
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * (kBlock / kLanes) + threadIdx.x / kLanes, row = p.first_row + i;
   const int lane = threadIdx.x % kLanes;
   if (i >= p.rows) return;
   const std::uint8_t* from = p.from + row * (p.columns / 2);
   std::uint8_t* to = p.codes + i * p.columns;
+  const auto load = [&](std::int64_t column) { return column < p.columns ? *reinterpret_cast<const uint2*>(from + column / 2) : uint2{}; };
+  uint2 next[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) next[turn] = load(lane * kChunk + turn * kStep);
   float power = 1.0f, of_row;  // power: 2^(5 - e)
   if constexpr (Scale::kIsByte) {
     const std::uint8_t* bytes = scale.address(row, 0);
@@ -49,14 +55,19 @@ __global__ void __launch_bounds__(kBlock) recode_kernel(const Recoding p, const 
     of_row = scale.stored(row, 0);
   }
   if (lane == 0) p.scales[i] = of_row;
-#pragma unroll 4
-  for (std::int64_t column = lane * kChunk; column < p.columns; column += kLanes * kChunk) {
-    const uint2 words = *reinterpret_cast<const uint2*>(from + column / 2);
-    float factor = 1.0f;
-    if constexpr (Scale::kIsByte) factor = Scale::in_block(*scale.address(row, column)) * power;
-    const std::uint32_t both = pair_of(float16{}, factor, factor);
-    const uint2 low = recode_eight(words.x, both), high = recode_eight(words.y, both);
-    *reinterpret_cast<uint4*>(to + column) = {low.x, low.y, high.x, high.y};
+  for (std::int64_t column = lane * kChunk; column < p.columns; column += kTurns * kStep) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const std::int64_t at = column + turn * kStep;
+      const uint2 words = next[turn];
+      next[turn] = load(at + kTurns * kStep);
+      if (at >= p.columns) continue;
+      float factor = 1.0f;
+      if constexpr (Scale::kIsByte) factor = Scale::in_block(*scale.address(row, at)) * power;
+      const std::uint32_t both = pair_of(float16{}, factor, factor);
+      const uint2 low = recode_eight(words.x, both), high = recode_eight(words.y, both);
+      *reinterpret_cast<uint4*>(to + at) = {low.x, low.y, high.x, high.y};
+    }
   }
 }
 
