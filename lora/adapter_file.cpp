@@ -364,10 +364,15 @@ Adapter load_adapter(const fs::path& folder, nn::CausalLM& model) {
 std::string base_fingerprint(const nn::CausalLM& model) {
   const NoGradGuard no_grad;
   nn::Fingerprint fingerprint;
-  const auto add = [&fingerprint](std::string name, const Tensor& tensor) {
+  Tensor host;  // one for all tensors of a device: fresh memory takes longer to come by than to fill
+  const auto add = [&](std::string name, const Tensor& tensor) {
     if (const std::size_t at = name.find(kBaseLayer); at != std::string::npos) name.erase(at, kBaseLayer.size());
     const std::string head = concat_text(name, " ", tensor.shape());
-    const Tensor values = contiguous(cast(tensor.detach(), DType::bf16)).to(kCpu);
+    Tensor values = reshape(contiguous(cast(tensor.detach(), DType::bf16)), {tensor.numel()});
+    if (values.device().is_cuda()) {
+      if (!host.defined() || host.numel() < values.numel()) host = Tensor::empty({values.numel()}, DType::bf16);
+      values = slice(host, 0, 0, values.numel()).copy_(values);
+    }
     fingerprint.add(head);
     fingerprint.add(values.view().data, static_cast<std::size_t>(values.nbytes()));
   };
