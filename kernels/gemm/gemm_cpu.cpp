@@ -88,15 +88,22 @@ void pack_rows(const Matrix<const E>& a, A* blocks) {
   }
 }
 
-// Blocks of both operands, copied: what one thread needs.
+constexpr std::int64_t round_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Blocks of both operands, copied: what one thread needs for a product of [M, K] and [K, N]. The panels of columns come first, so
+// that they begin where cache lines do.
 template <typename A>
 struct Scratch {
-  static constexpr std::int64_t kRowsSize = kRows * kTerms;
-  static constexpr std::int64_t kSize = kRowsSize + kColumns * kTerms;
-  A* data;
+  std::int64_t M, N, K;
+  A* data = nullptr;
 
-  A* rows() const { return data; }
-  A* columns() const { return data + kRowsSize; }
+  std::int64_t terms() const { return std::min(kTerms, K); }
+  std::int64_t columns_size() const { return round_up(std::min(kColumns, N), kPanel<A>) * terms(); }
+  std::int64_t rows_size() const { return round_up(round_up(std::min(kRows, M), kBlockRows) * terms(), kPanel<A>); }
+  std::int64_t size() const { return columns_size() + rows_size(); }
+
+  A* columns() const { return data; }
+  A* rows() const { return data + columns_size(); }
 };
 
 // One block of c, at most kBlockRows x kPanel, from a panel of b.
@@ -126,7 +133,7 @@ void copy_bias(const Matrix<const E>& bias, const Matrix<A>& c) {
 // The columns [j, j + width) of c and the terms [t, t + terms).
 template <typename E, typename A>
 void multiply_columns(const Product<E, A>& p, std::int64_t j, std::int64_t width, std::int64_t t, std::int64_t terms,
-                      Scratch<A> scratch) {
+                      const Scratch<A>& scratch) {
   const bool adds_bias = t == 0 && p.bias.data != nullptr;
   const Write write = t == 0 && !adds_bias ? p.write : Write::accumulate;
   pack_columns(p.b.block(t, terms, j, width), p.scale, scratch.columns());
@@ -151,7 +158,7 @@ void multiply_columns(const Product<E, A>& p, std::int64_t j, std::int64_t width
 
 // On one thread; the columns of c lie side by side.
 template <typename E, typename A>
-void multiply(const Product<E, A>& p, Scratch<A> scratch) {
+void multiply(const Product<E, A>& p, const Scratch<A>& scratch) {
   for (std::int64_t j = 0; j < p.c.cols; j += kColumns) {
     std::int64_t t = 0;
     do {  // once even without terms
@@ -238,9 +245,10 @@ void gemm_typed(const GemmArgs& args, const MutView& c) {
   const std::int64_t units = (side + unit - 1) / unit;
   const std::int64_t threads = std::min<std::int64_t>(num_threads(), 1 + batches * M * N * K / kMinWork);
   const std::int64_t cuts = std::clamp<std::int64_t>((threads + batches - 1) / batches, 1, units);
-  const Buffer memory(has_few_columns(first) ? 0 : num_threads() * Scratch<A>::kSize * static_cast<std::int64_t>(sizeof(A)), kCpu);
+  const std::int64_t scratch_size = has_few_columns(first) ? 0 : Scratch<A>{M, N, K}.size();
+  const Buffer memory(num_threads() * scratch_size * static_cast<std::int64_t>(sizeof(A)), kCpu);
   parallel_for(batches * cuts, (batches * cuts + threads - 1) / threads, [&](std::int64_t begin, std::int64_t end) {
-    const Scratch<A> scratch = {static_cast<A*>(memory.data()) + thread_index() * Scratch<A>::kSize};
+    const Scratch<A> scratch = {M, N, K, static_cast<A*>(memory.data()) + thread_index() * scratch_size};
     for (std::int64_t task = begin; task < end; ++task) {
       Product<E, A> p = product_of<E, A>(args, c, task / cuts);
       const std::int64_t cut = task % cuts;
