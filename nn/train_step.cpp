@@ -6,17 +6,6 @@
 namespace heddle::nn {
 namespace {
 
-// Adds the gradients of a window's losses to the leaves. Returns the sum of the losses, float64 [].
-Tensor add_gradients(const CausalLM& model, std::span<const Batch> window, Generator* dropout) {
-  const Tensor sum = Tensor::zeros({}, DType::f64, model.device());
-  for (const Batch& batch : window) {
-    const Tensor loss = loss_sum(model, batch, dropout);
-    loss.backward();
-    sum.add_(cast(loss.detach(), DType::f64));
-  }
-  return sum;
-}
-
 std::int64_t labels_in(std::span<const Batch> window) {
   std::int64_t labels = 0;
   for (const Batch& batch : window) labels += count_labels(batch);
@@ -31,8 +20,14 @@ Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout) {
                        {.reduction = LossReduction::sum});
 }
 
-WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
-  return {.sum = add_gradients(model, micro_batches, dropout), .labels = labels_in(micro_batches)};
+Tensor add_gradients(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout) {
+  const Tensor sum = Tensor::zeros({}, DType::f64, model.device());
+  for (const Batch& batch : micro_batches) {
+    const Tensor loss = loss_sum(model, batch, dropout);
+    loss.backward();
+    sum.add_(cast(loss.detach(), DType::f64));
+  }
+  return sum;
 }
 
 TrainStep::TrainStep(const CausalLM& model, AdamW& optimizer, const TrainConfig& config)

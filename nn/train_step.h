@@ -12,18 +12,10 @@
 
 namespace heddle::nn {
 
-// The micro-batches between two updates, together.
-struct WindowLoss {
-  Tensor sum;               // float64 [], on the model's device: of the losses of all labels
-  std::int64_t labels = 0;  // that carry loss
-
-  double mean() const { return sum.item() / static_cast<double>(labels); }  // NaN without labels
-};
-
-// Runs micro-batches forward and backward and adds the gradients of the SUM of their token losses to the leaves.
-// Dividing once by the labels of the whole window, in the update, gives every token the same weight however the window
-// was cut: neither a short micro-batch nor a short window counts more.
-WindowLoss accumulate_window(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout);
+// Runs micro-batches forward and backward and adds the gradients of the SUM of their token losses to the leaves. Returns that sum,
+// float64 [], on the model's device. Dividing once by the labels of the whole window, in the update, gives every token the same
+// weight however the window was cut: neither a short micro-batch nor a short window counts more.
+Tensor add_gradients(const CausalLM& model, std::span<const Batch> micro_batches, Generator* dropout);
 
 // The sum of the losses of a batch's labels, [], with its graph.
 Tensor loss_sum(const CausalLM& model, const Batch& batch, Generator* dropout);

@@ -19,16 +19,19 @@
 #include "tests/support/error_of.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::nn {
 namespace {
 
 namespace fs = std::filesystem;
+using test::accumulate_window;
 using test::error_of;
 using test::TempFolder;
 using test::tiny_config;
 using test::tiny_model;
 using test::values_of;
+using test::WindowLoss;
 
 AdamW make_optimizer(const CausalLM& model) { return AdamW(model.trainable_parameters(), {}); }
 

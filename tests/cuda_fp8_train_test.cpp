@@ -9,6 +9,7 @@
 #include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::test {
 namespace {
@@ -111,7 +112,7 @@ TEST_P(CudaFp8Training, HostNeverWaitsWithinAStep) {
   const TinyData data;
   const auto step = [&](std::int64_t example) {
     const nn::Batch batch = data.train_batch(example, 3);
-    const nn::WindowLoss loss = nn::accumulate_window(model, {&batch, 1}, nullptr);
+    const test::WindowLoss loss = test::accumulate_window(model, {&batch, 1}, nullptr);
     nn::PendingUpdate update = optimizer.start_update({.learning_rate = 1e-3, .max_grad_norm = 1, .loss = loss.sum});
     optimizer.zero_grad();
     return update;

@@ -14,6 +14,7 @@
 #include "tests/support/devices.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::test {
 namespace {
@@ -79,7 +80,7 @@ struct LoraRun {
     for (std::uint64_t step = first; step < last; ++step) {
       Generator dropout{step};
       const std::vector<nn::Batch> window = {data.train_batch(0, 3), data.train_batch(3, 3)};
-      const nn::WindowLoss loss = nn::accumulate_window(model, window, &dropout);
+      const test::WindowLoss loss = test::accumulate_window(model, window, &dropout);
       optimizer->update({.learning_rate = 1e-2, .grad_scale = 1 / static_cast<double>(loss.labels), .max_grad_norm = 1, .loss = loss.sum});
       optimizer->zero_grad();
       losses.push_back(loss.mean());

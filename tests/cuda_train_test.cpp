@@ -13,6 +13,7 @@
 #include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::test {
 namespace {
@@ -123,7 +124,7 @@ TEST_P(CudaTraining, HostNeverWaitsWithinAStep) {
   Generator dropout{5};
   const auto step = [&](std::int64_t example) {
     const std::vector<nn::Batch> window = {data.train_batch(example, 3), data.train_batch(example + 3, 3)};
-    const nn::WindowLoss loss = nn::accumulate_window(model, window, &dropout);
+    const test::WindowLoss loss = test::accumulate_window(model, window, &dropout);
     nn::PendingUpdate update = optimizer.start_update({.learning_rate = 1e-3, .max_grad_norm = 1, .loss = loss.sum});
     optimizer.zero_grad();
     return update;

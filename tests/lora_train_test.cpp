@@ -10,6 +10,7 @@
 #include "nn/trainer.h"
 #include "tests/support/adapters.h"
 #include "tests/support/error_of.h"
+#include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
 
@@ -23,20 +24,8 @@ using test::error_of;
 using test::TempFolder;
 using test::tiny_config;
 using test::tiny_model;
+using test::train_config;
 using test::values_of;
-
-nn::TrainConfig train_config(const fs::path& folder, std::int64_t steps) {
-  nn::TrainConfig config;
-  config.output_dir = folder;
-  config.max_steps = steps;
-  config.micro_batch_size = 3;
-  config.gradient_accumulation_steps = 2;
-  config.learning_rate = 1e-2;
-  config.logging_steps = 1;
-  config.eval_steps = 0;
-  config.save_steps = 0;
-  return config;
-}
 
 struct LoraRun {
   explicit LoraRun(const nn::TrainConfig& train, const LoraConfig& config = {.r = 4, .lora_dropout = 0.3, .use_dora = true},
@@ -48,16 +37,12 @@ struct LoraRun {
 
   // Interrupted after `steps` steps.
   nn::TrainResult go(std::int64_t steps = 1000) {
-    nn::Trainer trainer(model, data, train,
-                        {.title = "test",
-                         .adapter = nn::AdapterState{.tensors = adapter->parameters(),
-                                                     .write_files = [&](const fs::path& folder) { save_adapter(folder, model, *adapter, "base"); },
-                                                     .base = base_fingerprint(model)},
-                         .rate_scale = [&](const nn::NamedTensor& parameter) { return adapter->rate_scale(parameter); },
-                         .config_yaml = "train: {}\n",
-                         .interrupted = [steps, done = std::int64_t{0}]() mutable { return ++done >= steps; },
-                         .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
-    return trainer.run();
+    nn::TrainerOptions options = test::trainer_options(out, steps);
+    options.adapter = nn::AdapterState{.tensors = adapter->parameters(),
+                                       .write_files = [&](const fs::path& folder) { save_adapter(folder, model, *adapter, "base"); },
+                                       .base = base_fingerprint(model)};
+    options.rate_scale = [&](const nn::NamedTensor& parameter) { return adapter->rate_scale(parameter); };
+    return nn::Trainer(model, data, train, std::move(options)).run();
   }
 
   std::vector<nn::NamedTensor> base() const {
@@ -208,9 +193,7 @@ TEST(LoraTraining, ResumeRefusesAnotherRankAnotherBaseAndAWholeModel) {
   nn::CausalLM whole = tiny_model(tiny_config(nn::Architecture::llama));
   const test::TinyData data;
   std::ostringstream out;
-  EXPECT_EQ(error_of([&] {
-              nn::Trainer(whole, data, config, {.title = "test", .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
-            }),
+  EXPECT_EQ(error_of([&] { nn::Trainer(whole, data, config, test::trainer_options(out, 2)); }),
             checkpoint + " holds an adapter, and this run trains a whole model");
 }
 

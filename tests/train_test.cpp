@@ -7,13 +7,16 @@
 #include "nn/trainer.h"
 #include "tests/support/reference_training.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::nn {
 namespace {
 
+using test::accumulate_window;
 using test::tiny_config;
-using test::TinyData;
 using test::tiny_model;
+using test::TinyData;
+using test::WindowLoss;
 
 class TorchParity : public testing::TestWithParam<Architecture> {
  protected:

@@ -12,39 +12,31 @@
 #include "nn/evaluate.h"
 #include "nn/posix_file.h"
 #include "tests/support/error_of.h"
+#include "tests/support/short_run.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tiny_run.h"
+#include "tests/support/window.h"
 
 namespace heddle::nn {
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
+using test::accumulate_window;
 using test::error_of;
 using test::TempFolder;
 using test::tiny_config;
-using test::TinyData;
 using test::tiny_model;
+using test::TinyData;
+using test::train_config;
+using test::trainer_options;
 using test::values_of;
+using test::WindowLoss;
 
 TransformerConfig with_dropout() {
   TransformerConfig config = tiny_config();
   config.resid_pdrop = 0.2;
   config.embd_pdrop = 0.1;
-  return config;
-}
-
-TrainConfig train_config(const fs::path& folder, std::int64_t steps) {
-  TrainConfig config;
-  config.output_dir = folder;
-  config.max_steps = steps;
-  config.micro_batch_size = 3;
-  config.gradient_accumulation_steps = 2;
-  config.learning_rate = 1e-2;
-  config.warmup_steps = std::min<std::int64_t>(2, steps);
-  config.logging_steps = 1;
-  config.eval_steps = 0;
-  config.save_steps = 0;
   return config;
 }
 
@@ -55,16 +47,8 @@ struct TestRun {
 
   TrainResult go() { return go(std::numeric_limits<std::int64_t>::max()); }
   // Interrupted after `steps` steps.
-  TrainResult go(std::int64_t steps) {
-    Trainer trainer(model, data, train, options(steps));
-    return trainer.run();
-  }
-  TrainerOptions options(std::int64_t steps) {
-    return {.title = "test",
-            .config_yaml = "train: {}\n",
-            .interrupted = [steps, done = std::int64_t{0}]() mutable { return ++done >= steps; },
-            .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}};
-  }
+  TrainResult go(std::int64_t steps) { return Trainer(model, data, train, options(steps)).run(); }
+  TrainerOptions options(std::int64_t steps) { return trainer_options(out, steps); }
 
   CausalLM model;
   TinyData data;

@@ -11,6 +11,7 @@
 #include "nn/safetensors.h"
 #include "nn/schedule.h"
 #include "nn/trainer.h"
+#include "tests/support/window.h"
 
 // The twenty training steps whose losses, norms and weights PyTorch has left in tests/data (see its README.md).
 namespace heddle::test {
@@ -44,7 +45,7 @@ inline Steps train_twenty_steps(const nn::CausalLM& model, const nn::Batch& batc
                       {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .rate_scale = std::move(rate_scale)});
   Steps run;
   for (std::int64_t step = 0; step < train.max_steps; ++step) {
-    const nn::WindowLoss loss = nn::accumulate_window(model, {&batch, 1}, nullptr);
+    const WindowLoss loss = accumulate_window(model, {&batch, 1}, nullptr);
     const double rate = nn::learning_rate_at(train, step);
     const nn::UpdateResult update =
         optimizer.update({.learning_rate = rate, .grad_scale = 1 / static_cast<double>(loss.labels), .max_grad_norm = 1});

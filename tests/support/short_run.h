@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <sstream>
@@ -10,8 +11,31 @@
 #include "nn/trainer.h"
 #include "tests/support/tiny_run.h"
 
-// Seven steps of training that can be cut short, resumed and recorded, to compare what they leave behind.
+// Training of a few steps that can be cut short, resumed and recorded, to compare what it leaves behind.
 namespace heddle::test {
+
+// Every step is logged, none evaluated, and the last one saved.
+inline nn::TrainConfig train_config(const std::filesystem::path& folder, std::int64_t steps) {
+  nn::TrainConfig config;
+  config.output_dir = folder;
+  config.max_steps = steps;
+  config.micro_batch_size = 3;
+  config.gradient_accumulation_steps = 2;
+  config.learning_rate = 1e-2;
+  config.warmup_steps = std::min<std::int64_t>(2, steps);
+  config.logging_steps = 1;
+  config.eval_steps = 0;
+  config.save_steps = 0;
+  return config;
+}
+
+// Of a run that is interrupted after `steps` steps and prints to `out` as it would to a file.
+inline nn::TrainerOptions trainer_options(std::ostream& out, std::int64_t steps) {
+  return {.title = "test",
+          .config_yaml = "train: {}\n",
+          .interrupted = [steps, done = std::int64_t{0}]() mutable { return ++done >= steps; },
+          .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}};
+}
 
 constexpr std::int64_t kShortRunSteps = 7;
 
@@ -23,23 +47,12 @@ struct ShortRun {
 
 inline nn::TrainResult train_short_run(const std::filesystem::path& folder, nn::CausalLM& model, const ShortRun& run) {
   const TinyData data;
-  nn::TrainConfig config;
-  config.output_dir = folder;
-  config.max_steps = kShortRunSteps;
-  config.micro_batch_size = 3;
-  config.gradient_accumulation_steps = 2;
-  config.learning_rate = 1e-2;
-  config.warmup_steps = 2;
+  nn::TrainConfig config = train_config(folder, kShortRunSteps);
   config.eval_steps = 2;
   config.cuda_graph = run.has_graph;
   if (run.resumes) config.resume_from_checkpoint = "auto";
   std::ostringstream out;
-  nn::Trainer trainer(model, data, config,
-                      {.title = "test",
-                       .config_yaml = "train: {}\n",
-                       .interrupted = [after = run.interrupt_after, done = std::int64_t{0}]() mutable { return ++done >= after; },
-                       .progress = {.out = out, .is_terminal = false, .width = [] { return 80; }, .now = [] { return 0.0; }}});
-  return trainer.run();
+  return nn::Trainer(model, data, config, trainer_options(out, run.interrupt_after)).run();
 }
 
 // Both have ended at the last step.
