@@ -404,7 +404,8 @@ TEST_F(CudaQuantize, PartsOfAWeightGiveTheirColumns) {
     const Quantized once = quantized(rows.to(kCuda), {});
     const Reference reference(is_fp8 ? rounded(x, {}) : x.to_doubles(), (is_fp8 ? in_fp8(once) : once).values().to_doubles(), bias.to_doubles(), kK);
     for (std::int64_t i = 0; i < kTimes; ++i)
-      reference.expect(slice(y, 1, i * kPeriod, (i + 1) * kPeriod).clone(), is_fp8 ? fp8_bound(kK) : 3 * unit_roundoff(DType::bf16), concat_text(is_fp8 ? "fp8 " : "wide ", i));
+      reference.expect(slice(y, 1, i * kPeriod, (i + 1) * kPeriod).clone(),
+                       is_fp8 ? fp8_bound(kK) : 3 * unit_roundoff(DType::bf16), concat_text(is_fp8 ? "fp8 " : "wide ", i));
   }
 }
 
