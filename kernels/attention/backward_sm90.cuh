@@ -45,11 +45,13 @@ struct BackwardTile {
   static constexpr int kConsumers = 2;     // warpgroups of 64 keys
   static constexpr int kColumns = 128;     // keys
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kQueryStages = 3;
+  static constexpr int kKeyStages = 2;  // of keys: the next tile's arrive under this one
+  static constexpr int kQueryStages = kHeadSize == 64 ? 3 : 2;  // what memory has room for
   static constexpr int kGradStages = 2;  // of dout
   static constexpr int kScoreStages = 2;  // of ds: a warpgroup may be one query tile ahead of the other
   static constexpr int kTileStages = 2;
   static constexpr int kPolynomials = 4;  // of 16 exponentials, see exp2_polynomial
+  static constexpr bool kHoldsKeys = kHeadSize == 64;  // keys are register operands of the scores; larger heads have no registers left
   static constexpr int kPanels = kHeadSize / kPanelColumns;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
@@ -67,17 +69,17 @@ struct BackwardWork {
   int key_head;  // -1: there is no more work
   int batch, query_row, key_row;  // of the tensors: the sequence's first query, the tile's first key
   int keys;                       // of the tile; not above 0 past the end
+  int level;                      // how many tiles of the sequence's keys are before this one
   int diagonal;    // with a causal mask, the first query that sees the tile's first key; each further key hides one more
   int query_tiles;  // that see a key of it
   int begin, step;  // the first of them, and from one to the next, 1 or -1; see Note: Order of query tiles
-  int queries, last_key;  // of the sequence: how many, and the last, counted from the tile's first; only if deterministic
   int begin_row, end_row;  // rows of queries outside are none of the sequence's, or see no key; none if TMA clears them
   std::int64_t padded;  // the sequence's first query in the padded buffers
 };
 
 template <typename Tile>
 struct BackwardMemory {
-  alignas(1024) std::uint8_t key[Tile::kKeyBytes];
+  alignas(1024) std::uint8_t key[Tile::kKeyStages][Tile::kKeyBytes];
   alignas(1024) std::uint8_t value[Tile::kKeyBytes];
   alignas(1024) std::uint8_t query[Tile::kQueryStages][Tile::kQueryBytes];
   alignas(1024) std::uint8_t grad[Tile::kGradStages][Tile::kQueryBytes];  // dout
@@ -89,23 +91,28 @@ struct BackwardMemory {
   Barrier tile_full[Tile::kTileStages], tile_empty[Tile::kTileStages];
   Barrier query_full[Tile::kQueryStages], query_empty[Tile::kQueryStages];
   Barrier grad_full[Tile::kGradStages], grad_empty[Tile::kGradStages];
-  Barrier key_full, key_empty, value_full, value_empty;
+  Barrier key_full[Tile::kKeyStages], key_empty[Tile::kKeyStages];
+  Barrier value_full, value_empty;
   Barrier dq_empty[Tile::kConsumers];
-  float key_flags[Tile::kColumns];  // see Note: Keys that are not finite
+  // See Note: Keys that are not finite.
+  Barrier inspected;
+  bool has_not_finite[Tile::kConsumers];  // what each writer found
+  std::uint32_t key_flags[Tile::kColumns / 32];  // a bit a key
 };
 
 // Named barriers; those with a warpgroup's number added come in pairs.
 constexpr int kDscoresStored = 1, kDqFull = 2, kStaging = 4;
 
 // Writes what a block does with the tile of keys `index`. Causal tiles go longest first: the first keys are seen by most
-// queries. See Note: Tile order. Deterministic sums of dq begin with the last keys.
+// queries. See Note: Tile order.
 template <typename Tile, bool kCausal, bool kDeterministic>
 __device__ __forceinline__ void describe_work(const BackwardParams& p, unsigned index, BackwardWork& work) {
   const unsigned section_tiles = p.section_heads * p.key_tiles, section = index / section_tiles, within = index % section_tiles;
   const unsigned first_pair = section * p.section_heads, heads_here = min(p.section_heads, p.key_heads * p.sequences - first_pair);
   const unsigned pair = first_pair + within % heads_here, number = pair / p.key_heads;
-  const int level = within / heads_here, first_key = (kDeterministic ? p.key_tiles - 1 - level : level) * Tile::kColumns;
+  const int level = within / heads_here, first_key = level * Tile::kColumns;
   work.key_head = pair % p.key_heads;
+  work.level = level;
   int Sq = p.Sq, Sk = p.Sk;
   if (p.cu_seqlens_k == nullptr) {
     work.batch = number;
@@ -122,14 +129,13 @@ __device__ __forceinline__ void describe_work(const BackwardParams& p, unsigned 
     work.padded = std::int64_t{query_row / Tile::kRows + static_cast<int>(number)} * Tile::kRows;  // Note: Padded rows
   }
   work.keys = min(Tile::kColumns, Sk - first_key);
-  if (kDeterministic) work.queries = Sq, work.last_key = Sk - first_key - 1;
   work.diagonal = first_key + Sq - Sk;
   work.begin_row = kCausal ? Sq - Sk : 0;
   work.end_row = p.cu_seqlens_k != nullptr ? Sq : INT_MAX;
   const int end = work.keys > 0 ? (Sq + Tile::kRows - 1) / Tile::kRows : 0;
   const int first = kCausal ? min(end, max(0, work.diagonal) / Tile::kRows) : 0;
   work.query_tiles = end - first;
-  const bool goes_down = kCausal && p.alternates && within / gridDim.x % 2 == 0;
+  const bool goes_down = kCausal && (kDeterministic || (p.alternates && within / gridDim.x % 2 == 0));
   work.step = goes_down ? -1 : 1;
   work.begin = goes_down ? end - 1 : first;
 }
@@ -145,8 +151,8 @@ __device__ __forceinline__ std::int64_t padded_row(const BackwardParams& p, cons
 // find queries and dq in the L2 cache. With one head after the other, causal blocks, which differ in length, drift apart.
 // So a block's first causal tile goes from the last queries, which see all keys, down to its diagonal; its second from there up; and so
 // on. Tiles are handed out longest first, and the block that ends first, with tile n1, gets the longest one left, n2. Their sum is the
-// same for all blocks, and then all of them are at the same queries again. Not if dq is summed in turns, where a block is the first
-// to add at its diagonal, and not without groups, where the queries of a section of heads fit in the cache.
+// same for all blocks, and then all of them are at the same queries again. Not without groups, where the queries of a section of
+// heads fit in the cache. If dq is summed in turns all go down: see Note: Turns of key tiles.
 
 // Calls visit(m, head) for each query tile and head, in the order in which all warps handle them.
 template <bool kCausal, typename Visit>
@@ -174,8 +180,8 @@ __device__ __forceinline__ void for_each_work(BackwardMemory<Tile>& memory, bool
 // Runs on one thread: hands tiles of keys to the other warps, and loads keys and queries.
 template <typename Tile, bool kCausal, bool kDeterministic>
 __device__ __forceinline__ void produce_queries(const BackwardParams& p, BackwardMemory<Tile>& memory) {
+  RingPosition<Tile::kKeyStages> key_ring;
   RingPosition<Tile::kQueryStages> ring;
-  std::uint32_t key_phase = 1;
   unsigned index = blockIdx.x;
   for (unsigned turn = 0;; ++turn) {
     const unsigned stage = turn % Tile::kTileStages;
@@ -185,6 +191,13 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& p, Backwar
     else work.key_head = -1;
     memory.tile_full[stage].arrive();
     if (index >= p.tiles) break;
+    if (work.query_tiles > 0) {
+      Barrier* full = &memory.key_full[key_ring.stage];
+      memory.key_empty[key_ring.stage].wait(key_ring.phase ^ 1);
+      full->arrive_expect(Tile::kKeyBytes);
+      load_tile<Tile>(memory.key[key_ring.stage], &p.k, full, Tile::kColumns, work.key_row, work.key_head, work.batch);
+      key_ring.advance();
+    }
     for_each_query_tile<kCausal>(p, work, [&](int m, int head) {
       Barrier* full = &memory.query_full[ring.stage];
       memory.query_empty[ring.stage].wait(ring.phase ^ 1);
@@ -192,12 +205,6 @@ __device__ __forceinline__ void produce_queries(const BackwardParams& p, Backwar
       load_tile<Tile>(memory.query[ring.stage], &p.q, full, Tile::kRows, work.query_row + m * Tile::kRows, head, work.batch);
       bulk_load(memory.lse[ring.stage], p.lse_log2 + padded_row<Tile>(p, work, head, m), Tile::kRowBytes, full);
       ring.advance();
-      // After queries, which need not wait for the end of the tile before.
-      if (m != work.begin || head != work.key_head * p.group) return;
-      memory.key_empty.wait(key_phase);
-      key_phase ^= 1;
-      memory.key_full.arrive_expect(Tile::kKeyBytes);
-      load_tile<Tile>(memory.key, &p.k, &memory.key_full, Tile::kColumns, work.key_row, work.key_head, work.batch);
     });
     index = p.schedule != nullptr ? gridDim.x + fetch_add(&p.schedule[0]) : p.tiles;
   }
@@ -227,19 +234,18 @@ __device__ __forceinline__ void produce_gradients(const BackwardParams& p, Backw
 }
 
 // Note: Turns of key tiles
-// Deterministic sums of dq: the key tiles that a query tile sees add to it from the last to the first, each when the query tile's
+// Deterministic sums of dq: the key tiles that a query tile sees add to it from the first to the last, each when the query tile's
 // counter says that it is its turn. Tiles are handed out in the same order, so a block waits only for tiles that were handed out
-// before its own. There is a counter for each writer's blocks.
+// before its own; with a causal mask the longest are first, and start at the last queries, which all of them see: each follows
+// the one before at a distance of one query tile. There is a counter for each writer's blocks.
 struct Turn {
   unsigned* counter;
   int number;
 
-  template <typename Tile, bool kCausal>
+  template <typename Tile>
   __device__ __forceinline__ static Turn of(const BackwardParams& p, const BackwardWork& work, int row_tile, int head, int group) {
-    const int last_row = min((row_tile + 1) * Tile::kRows, work.queries) - 1;
     const unsigned tile = head * p.row_tiles + static_cast<unsigned>(work.padded / Tile::kRows) + row_tile;
-    return {p.turns + std::size_t{tile} * Tile::kConsumers + group,
-            (kCausal ? min(work.last_key, last_row - work.diagonal) : work.last_key) / Tile::kColumns};
+    return {p.turns + std::size_t{tile} * Tile::kConsumers + group, work.level};
   }
 
   __device__ __forceinline__ void await() const {
@@ -254,15 +260,52 @@ struct Turn {
   }
 };
 
-// Runs on one warp for each consumer: adds the 64 x 64 blocks of dq that it leaves in shared memory.
-template <typename Tile, bool kCausal, bool kDeterministic>
+// Sums 0 x: 0 as long as all are finite, then NaN.
+__device__ __forceinline__ void add_zero_times(std::uint32_t& sums, std::uint32_t x, __nv_bfloat16) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sums) : "r"(x), "r"(0));
+}
+__device__ __forceinline__ void add_zero_times(std::uint32_t& sums, std::uint32_t x, __half) {
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sums) : "r"(x), "r"(0));
+}
+
+// Runs on a writer's warp: whether its half of a tile of keys or values is finite.
+template <typename T, typename Tile>
+__device__ __forceinline__ bool is_finite(const std::uint8_t* tile, int group) {
+  const auto* chunks = reinterpret_cast<const uint4*>(tile) + group * 32 + threadIdx.x % 32;
+  std::uint32_t even = 0, odd = 0;
+#pragma unroll 2
+  for (int i = 0; i < Tile::kKeyBytes / 16; i += 32 * Tile::kConsumers) {
+    const uint4 chunk = chunks[i];
+    add_zero_times(even, chunk.x, T());
+    add_zero_times(odd, chunk.y, T());
+    add_zero_times(even, chunk.z, T());
+    add_zero_times(odd, chunk.w, T());
+  }
+  return __all_sync(0xFFFFFFFFu, ((even | odd) & 0x7FFF7FFFu) == 0);
+}
+
+// Runs on one warp for each consumer: adds the 64 x 64 blocks of dq that it leaves in shared memory. With a causal mask it looks
+// through keys and values before.
+template <typename T, typename Tile, bool kCausal, bool kDeterministic>
 __device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory<Tile>& memory, int group) {
   const bool is_leader = threadIdx.x % 32 == 0;
+  RingPosition<Tile::kKeyStages> key_ring;
+  std::uint32_t value_phase = 0;
   for_each_work(memory, is_leader, [&](const BackwardWork& work) {
+    if (kCausal && work.query_tiles > 0) {
+      memory.key_full[key_ring.stage].wait(key_ring.phase);
+      const bool has_finite_keys = is_finite<T, Tile>(memory.key[key_ring.stage], group);
+      key_ring.advance();
+      memory.value_full.wait(value_phase);
+      value_phase ^= 1;
+      memory.has_not_finite[group] = !is_finite<T, Tile>(memory.value, group) || !has_finite_keys;
+      __syncwarp();
+      if (is_leader) memory.inspected.arrive();
+    }
     for_each_query_tile<kCausal>(p, work, [&](int m, int head) {
       named_sync(kDqFull + group, 160);
       if (is_leader) {
-        if (kDeterministic) Turn::of<Tile, kCausal>(p, work, m, head, group).await();
+        if (kDeterministic) Turn::of<Tile>(p, work, m, head, group).await();
         bulk_add(p.dq_sum + padded_row<Tile>(p, work, head, m) * Tile::kHeadSize + group * 64 * 64, memory.dq[group], Tile::kBlockBytes);
         bulk_commit();
         bulk_wait_read();
@@ -272,7 +315,7 @@ __device__ __forceinline__ void write_dq(const BackwardParams& p, BackwardMemory
       if constexpr (kDeterministic) {
         if (is_leader) {
           bulk_wait();
-          Turn::of<Tile, kCausal>(p, work, m, head, group).pass();
+          Turn::of<Tile>(p, work, m, head, group).pass();
         }
         __syncwarp();
       }
@@ -307,6 +350,13 @@ __device__ __forceinline__ void store_matrices(void* to, const std::uint32_t (&x
                : "memory");
 }
 
+// The other way.
+__device__ __forceinline__ void load_matrices(std::uint32_t* to, const void* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(from)));
+}
+
 // One warpgroup's 64 keys. Scores and their gradients are kept transposed, keys by queries, so that they are the register
 // operands of dv and dk. Thread layout of an accumulator: see Consumer.
 template <typename T, typename Tile, bool kCausal, bool kDeterministic>
@@ -323,7 +373,9 @@ struct BackwardConsumer {
   float dk[kGrads], dv[kGrads];
   std::uint32_t dscores[kScores / 2];  // of the query tile before, packed
   int keys, diagonal, begin_row, end_row;  // of the tile of keys; see BackwardWork
-  bool found_not_finite, has_flags;  // see Note: Keys that are not finite
+  std::uint8_t* key_tile;
+  std::uint32_t held_keys[Tile::kHoldsKeys ? kGrads / 2 : 1];  // operands of the scores' products
+  bool has_flags;  // see Note: Keys that are not finite
   RingPosition<Tile::kQueryStages> query_ring;
   std::uint32_t rows_done = 0, tiles_done = 0;  // query tiles and key tiles of this block: they tell stages and phases
 
@@ -343,6 +395,28 @@ struct BackwardConsumer {
   __device__ __forceinline__ void clear_queries(std::uint8_t* tile, int row_tile) {
     const int begin = begin_row - row_tile * Tile::kRows, end = end_row - row_tile * Tile::kRows;
     if (begin > 0 || end < Tile::kRows) clear_rows(tile, Tile::kRows, begin, end);
+  }
+
+  __device__ __forceinline__ void hold_keys() {
+    const int lane = thread % 32, key = group * 64 + thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < Tile::kHeadSize / 16; ++step)  // 8 columns = one 16-byte chunk
+      load_matrices(held_keys + 4 * step, key_tile + key * 128 + (((2 * step + lane / 16) ^ (key & 7)) * 16));
+  }
+
+  // The scores^T of the tile's keys and of queries, keys by queries; issued, not waited for.
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], const std::uint8_t* queries) {
+    if constexpr (Tile::kHoldsKeys) {
+      static_assert(Tile::kPanels == 1);
+      const auto b0 = matrix_descriptor(queries, 16);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < Tile::kHeadSize / 16; ++step)
+        Wgmma<T, Tile::kRows>::template registers<Major::k>(scores, held_keys + 4 * step, advance(b0, step * 32), step > 0);
+      wgmma_commit();
+    } else {
+      issue_transposed(scores, key_tile, queries);
+    }
   }
 
   // product^T = keys rows^T over the head size: keys by queries; issued, not waited for.
@@ -376,7 +450,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void issue_dq(float (&dq)[32]) {
     constexpr int kColumnBlocks = Tile::kPanels;
     const std::uint8_t* ds = memory.dscores[(rows_done + 1) % 2] + group / kColumnBlocks * Tile::kColumns * 128;
-    const std::uint8_t* keys = memory.key + group % kColumnBlocks * Tile::kColumns * 128;
+    const std::uint8_t* keys = key_tile + group % kColumnBlocks * Tile::kColumns * 128;
     const auto a0 = matrix_descriptor(ds, 16), b0 = matrix_descriptor(keys, 16);
     wgmma_fence();
 #pragma unroll
@@ -386,32 +460,40 @@ struct BackwardConsumer {
   }
 
   // Note: Keys that are not finite
-  // With a causal mask, the product of a zero and such a key would reach dq of rows that do not see it. Every score of such a key
-  // is not finite either, so a tile on the diagonal looks at one score a key. If it finds one, what is not finite becomes 0 in the
-  // tile of keys, and the key's flag NaN, which is added to its scores from then on. Values show in dp in the same way.
-  __device__ __forceinline__ void hide_keys() {
-    wgmma_wait<0>();
-    named_sync(kDscoresStored, 256);
+  // With a causal mask, the product of a zero and such a key or value would reach dq of rows that do not see it. The writers, idle
+  // while the first query tile of a tile of keys is computed, look through both. If they find one, what is not finite becomes 0
+  // before dq of that query tile. From then on NaN is added to such a key's scores; where registers hold the keys as they were it need
+  // not be. Rows that see such a value have a delta that is not finite.
+  __device__ __forceinline__ void hide_not_finite() {
+    named_sync(kDscoresStored, 256);  // both are past their products with the tiles as they were
     if (group == 0) {
       bool is_finite = true;
 #pragma unroll 1
-      for (int i = 0; i < Tile::kHeadSize / 2; ++i) {
-        std::uint32_t& pair = reinterpret_cast<std::uint32_t*>(memory.key)[(i / 32 * Tile::kColumns + thread) * 32 + i % 32];
-        const std::uint32_t bad = not_finite(pair, T()) >> 15;
-        is_finite = is_finite && bad == 0;
-        pair &= ~(bad * 0xFFFFu);
-      }
-      memory.key_flags[thread] = is_finite ? 0.0f : NAN;
+      for (int i = 0; i < Tile::kHeadSize / 2; ++i)
+        is_finite = clear_not_finite(key_tile, (i / 32 * Tile::kColumns + thread) * 32 + i % 32) && is_finite;
+      const std::uint32_t flags = __ballot_sync(0xFFFFFFFFu, !is_finite);
+      if (thread % 32 == 0) memory.key_flags[thread / 32] = flags;
+    } else {
+#pragma unroll 1
+      for (int i = thread; i < Tile::kKeyBytes / 4; i += 128) clear_not_finite(memory.value, i);
     }
     fence_async_proxy();
     named_sync(kDscoresStored, 256);
     has_flags = true;
   }
+  // Returns whether both elements of the pair were finite.
+  __device__ __forceinline__ static bool clear_not_finite(std::uint8_t* tile, int pair) {
+    std::uint32_t& x = reinterpret_cast<std::uint32_t*>(tile)[pair];
+    const std::uint32_t bad = not_finite(x, T()) >> 15;
+    x &= ~(bad * 0xFFFFu);
+    return bad == 0;
+  }
 
   __device__ __forceinline__ void add_flags(float (&scores)[kScores]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float flag = memory.key_flags[group * 64 + row_in_group(half)];
+      const int key = group * 64 + row_in_group(half);
+      const float flag = (memory.key_flags[key / 32] >> key % 32 & 1) != 0 ? NAN : 0.0f;
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) scores[i / 2 * 4 + half * 2 + i % 2] += flag;
     }
@@ -507,8 +589,7 @@ struct BackwardConsumer {
   // Waits until both warpgroups are done with the query tile before: its ds is stored, and its dout and delta can go.
   __device__ __forceinline__ void meet() {
     fence_async_proxy();
-    if constexpr (!kCausal) named_sync(kDscoresStored, 256);
-    else if (named_any(kDscoresStored, 256, found_not_finite) && !has_flags) hide_keys();
+    named_sync(kDscoresStored, 256);
     if (thread == 0) memory.grad_empty[(rows_done + 1) % 2].arrive();
   }
 
@@ -522,7 +603,7 @@ struct BackwardConsumer {
     const int query_stage = query_ring.stage, grad_stage = rows_done % 2;
     memory.query_full[query_stage].wait(query_ring.phase);
     clear_queries(memory.query[query_stage], row_tile);
-    issue_transposed(scores, memory.key, memory.query[query_stage]);
+    issue_scores(scores, memory.query[query_stage]);
     if constexpr (!kFirst) {
       meet();
       float dq[32];
@@ -535,12 +616,8 @@ struct BackwardConsumer {
     }
     wgmma_wait<0>();
     if constexpr (!kFirst) release_query();
-    if (kCausal && has_flags) add_flags(scores);
-    found_not_finite = false;
-    if (needs_mask(row_tile)) {
-      found_not_finite = kCausal && !(isfinite(scores[0]) && isfinite(scores[2]));
-      mask(scores, row_tile, -INFINITY);
-    }
+    if (kCausal && !Tile::kHoldsKeys && has_flags) add_flags(scores);
+    if (needs_mask(row_tile)) mask(scores, row_tile, -INFINITY);
     exponentiate(scores, memory.lse[query_stage], probabilities);
     if constexpr (!kFirst) hand_over_dq();
     memory.grad_full[grad_stage].wait(rows_done / 2 % 2);
@@ -549,10 +626,15 @@ struct BackwardConsumer {
     issue_gradient(dv, probabilities, memory.grad[grad_stage]);
     wgmma_wait<1>();
     // What a hidden value made of them may be NaN.
-    if (kCausal && needs_mask(row_tile) && !(isfinite(dprobabilities[0]) && isfinite(dprobabilities[2]))) mask(dprobabilities, row_tile, 0.0f);
+    if (kCausal && kFirst && needs_mask(row_tile) && !(isfinite(dprobabilities[0]) && isfinite(dprobabilities[2])))
+      mask(dprobabilities, row_tile, 0.0f);
     differentiate(probabilities, dprobabilities, memory.delta[grad_stage]);
     store_dscores();
     wgmma_wait<0>();
+    if constexpr (kCausal && kFirst) {
+      memory.inspected.wait(tiles_done % 2);
+      if (memory.has_not_finite[0] || memory.has_not_finite[1]) hide_not_finite();
+    }
     ++rows_done;
     query_ring.advance();
   }
@@ -605,7 +687,7 @@ struct BackwardConsumer {
     hand_over_dq();
     wgmma_wait<0>();
     release_query();
-    if (thread == 0) memory.key_empty.arrive();
+    if (thread == 0) memory.key_empty[tiles_done % Tile::kKeyStages].arrive();
   }
 
   __device__ __forceinline__ void run_tile(const BackwardWork& work) {
@@ -615,13 +697,15 @@ struct BackwardConsumer {
     diagonal = work.diagonal;
     begin_row = work.begin_row;
     end_row = work.end_row;
-    memory.key_full.wait(tiles_done % 2);
+    key_tile = memory.key[tiles_done % Tile::kKeyStages];
+    memory.key_full[tiles_done % Tile::kKeyStages].wait(tiles_done / Tile::kKeyStages % 2);
     if (p.cu_seqlens_k != nullptr && keys < Tile::kColumns) {
-      clear_rows(memory.key, Tile::kColumns, 0, keys);
+      clear_rows(key_tile, Tile::kColumns, 0, keys);
       memory.value_full.wait(tiles_done % 2);
       clear_rows(memory.value, Tile::kColumns, 0, keys);
     }
-    found_not_finite = has_flags = false;
+    has_flags = false;
+    if constexpr (Tile::kHoldsKeys) hold_keys();
     step<true>(row_tile);
     for (int i = 1; i < count; ++i) {
       if (++head == p.group) {
@@ -674,10 +758,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(c
       memory.grad_full[stage].init(1);
       memory.grad_empty[stage].init(Tile::kConsumers);
     }
-    memory.key_full.init(1);
+    for (int stage = 0; stage < Tile::kKeyStages; ++stage) {
+      memory.key_full[stage].init(1);
+      memory.key_empty[stage].init(Tile::kConsumers);
+    }
     for (int i = 0; i < Tile::kConsumers; ++i) memory.dq_empty[i].init(1);
+    memory.inspected.init(Tile::kConsumers);
     memory.value_full.init(1);
-    memory.key_empty.init(Tile::kConsumers);
     memory.value_empty.init(Tile::kConsumers);
     fence_barrier_init();
     prefetch_map(&p.q);
@@ -690,8 +777,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(c
     lower_registers<Tile::kProducerRegisters>();
     if (warp == 0 && threadIdx.x == 0) produce_queries<Tile, kCausal, kDeterministic>(p, memory);
     else if (warp == 3 && threadIdx.x == 96) produce_gradients<Tile, kCausal>(p, memory);
-    else if (warp == 1) write_dq<Tile, kCausal, kDeterministic>(p, memory, 0);
-    else if (warp == 2) write_dq<Tile, kCausal, kDeterministic>(p, memory, 1);
+    else if (warp == 1) write_dq<T, Tile, kCausal, kDeterministic>(p, memory, 0);
+    else if (warp == 2) write_dq<T, Tile, kCausal, kDeterministic>(p, memory, 1);
   } else {
     raise_registers<Tile::kConsumerRegisters>();
     BackwardConsumer<T, Tile, kCausal, kDeterministic> consumer{p, memory, warp / 4 - 1, static_cast<int>(threadIdx.x) % 128};

@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_matrices(void* row, std::uint32_t a, std::
 // How an operand lies in shared memory; see the note above.
 enum class Major { k = 0, mn = 1 };
 
-// Wgmma<T, N>::shared<a, b>: A and B from shared memory. Wgmma<T, N>::registers: A from registers, B MN-major.
+// Wgmma<T, N>::shared<a, b>: A and B from shared memory. Wgmma<T, N>::registers<b>: A from registers, B MN-major if not said.
 // `accumulate` false overwrites d.
 template <typename T, int kColumns>
 struct Wgmma;
@@ -67,7 +67,7 @@ struct Wgmma;
   HEDDLE_ACC_32(d), HEDDLE_ACC_8(d, 32), HEDDLE_ACC_8(d, 40), HEDDLE_ACC_8(d, 48), HEDDLE_ACC_8(d, 56)
 
 // o0..o5 are the operands after the accumulators.
-#define HEDDLE_WGMMA(type, ptx_type, columns, regs, o0, o1, o2, o3, o4, o5)                                                 \
+#define HEDDLE_WGMMA(type, ptx_type, columns, regs, o0, o1, o2, o3, o4, o5, o6)                                             \
   template <>                                                                                                               \
   struct Wgmma<type, columns> {                                                                                             \
     template <Major kA = Major::k, Major kB = Major::k>                                                                     \
@@ -78,13 +78,14 @@ struct Wgmma;
                    : HEDDLE_ACC_##regs(d)                                                                                   \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB))); \
     }                                                                                                                       \
+    template <Major kB = Major::mn>                                                                                         \
     __device__ __forceinline__ static void registers(float (&d)[regs], const std::uint32_t* a, std::uint64_t b,             \
                                                      bool accumulate) {                                                     \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " o5 ", 0;\n"                                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ptx_type " {" HEDDLE_REGS_##regs "}, "           \
-                   "{" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", p, 1, 1, 1; }\n"                                              \
+                   "{" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", p, 1, 1, " o6 "; }\n"                                           \
                    : HEDDLE_ACC_##regs(d)                                                                                   \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kB))); \
     }                                                                                                                       \
   };
 
@@ -92,8 +93,8 @@ struct Wgmma;
   HEDDLE_WGMMA(__nv_bfloat16, "bf16.bf16", columns, regs, __VA_ARGS__)        \
   HEDDLE_WGMMA(__half, "f16.f16", columns, regs, __VA_ARGS__)
 
-HEDDLE_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-HEDDLE_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+HEDDLE_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+HEDDLE_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
 #undef HEDDLE_WGMMA_BOTH
 #undef HEDDLE_WGMMA
