@@ -42,7 +42,7 @@ std::string loss_of_quantising(nn::CausalLM& merged, const std::map<std::string,
 
 int run_merge(const MergeCommand& command) {
   namespace fs = std::filesystem;
-  nn::AtomicFolder out(command.output);  // before the work, so that a folder that cannot be written is known first
+  nn::AtomicFolder out(command.output, nn::Existing::refused);  // before the work, so that a folder that cannot be written is known first
   const fs::path folder = nn::open_weights(command.base);
   config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
   const fs::path adapter_folder = nn::open_adapter(command.adapter);

@@ -72,7 +72,7 @@ int run_quantize(const QuantizeCommand& command) {
   const config::RunConfig run = read_config(command, folder);
   // Before the work: what cannot be written is known first. Everything of the new folder appears at once.
   std::optional<nn::AtomicFolder> out;
-  if (!command.compares) out.emplace(command.output);
+  if (!command.compares) out.emplace(command.output, nn::Existing::refused);
   nn::CausalLM model = make_model(run, choose_device(command.device), Weights::loaded_next);
   nn::load_weights(folder, model);
   if (command.compares) {

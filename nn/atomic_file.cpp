@@ -74,6 +74,17 @@ bool lock_folder(const fs::path& folder, FileDescriptor& lock) {
   return false;
 }
 
+[[noreturn]] void refuse_existing(const fs::path& target) {
+  throw Error(concat_text("cannot write folder ", printable_path(target), ": it exists, and a new one was to be written; give another name"));
+}
+
+// Renames, and returns whether that worked, with the reason in errno. File systems without RENAME_NOREPLACE (NFS) get the plain call, which
+// replaces nothing but an empty folder.
+bool rename_folder(const fs::path& from, const fs::path& to, unsigned flags) {
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0) return true;
+  return flags == RENAME_NOREPLACE && errno == EINVAL && ::rename(from.c_str(), to.c_str()) == 0;
+}
+
 // Removes what processes that are gone left of writing the folder `target`: a lock on it ended with them.
 void remove_abandoned(const fs::path& target) {
   const std::string start = target.filename().native() + std::string(kTemporaryMark);
@@ -132,8 +143,9 @@ void write_file(const fs::path& target, std::string_view contents) {
   file.commit();
 }
 
-AtomicFolder::AtomicFolder(fs::path target) : target_(without_trailing_slash(target)) {
+AtomicFolder::AtomicFolder(fs::path target, Existing existing) : target_(without_trailing_slash(target)), existing_(existing) {
   std::error_code error;
+  if (existing_ == Existing::refused && fs::exists(fs::symlink_status(target_, error))) refuse_existing(target_);
   const fs::file_status status = fs::status(target_, error);
   HEDDLE_CHECK(!fs::exists(status) || fs::is_directory(status), "cannot write folder ", printable_path(target_),
                ": it exists and is not a folder");
@@ -152,9 +164,11 @@ void AtomicFolder::commit() {
   sync_to_disk(temporary_);
   // A plain rename onto a folder that holds files is refused by the system; an exchange is atomic as well.
   std::error_code error;
-  const unsigned flags = fs::exists(target_, error) ? RENAME_EXCHANGE : 0;
-  if (::renameat2(AT_FDCWD, temporary_.c_str(), AT_FDCWD, target_.c_str(), flags) != 0)
-    throw_file_error("cannot replace folder", target_, errno);
+  const unsigned flags = existing_ == Existing::refused ? RENAME_NOREPLACE : fs::exists(target_, error) ? RENAME_EXCHANGE : 0;
+  if (!rename_folder(temporary_, target_, flags)) {
+    if (existing_ == Existing::refused && (errno == EEXIST || errno == ENOTEMPTY || errno == ENOTDIR)) refuse_existing(target_);
+    throw_file_error(flags == RENAME_EXCHANGE ? "cannot replace folder" : "cannot write folder", target_, errno);
+  }
   sync_to_disk(parent_of(target_));
 }
 

@@ -39,12 +39,16 @@ class AtomicFile {
 // Replaces or creates a file with the given contents.
 void write_file(const std::filesystem::path& target, std::string_view contents);
 
+// What an AtomicFolder does about a target that is there when it is made or at commit().
+enum class Existing { replaced, refused };
+
 // A folder that appears whole: fill path() with files, then commit(). An existing target folder is exchanged for the
-// new one and removed. Destroyed without commit(), it leaves the target as it was.
+// new one and removed; with Existing::refused, commit() throws heddle::Error instead. Without a commit() that succeeds the target stays
+// as it was.
 class AtomicFolder {
  public:
-  // Throws heddle::Error if the target exists and is not a folder, or its parent is missing or not writable.
-  explicit AtomicFolder(std::filesystem::path target);
+  // Throws heddle::Error if the target exists and is not a folder or to be refused, or its parent is missing or not writable.
+  explicit AtomicFolder(std::filesystem::path target, Existing existing = Existing::replaced);
   ~AtomicFolder();
   AtomicFolder(const AtomicFolder&) = delete;
   AtomicFolder& operator=(const AtomicFolder&) = delete;
@@ -55,7 +59,8 @@ class AtomicFolder {
  private:
   std::filesystem::path target_;
   std::filesystem::path temporary_;
-  FileDescriptor lock_;  // on the temporary folder, as long as this process lives
+  Existing existing_;
+  FileDescriptor lock_;  // on the temporary folder, as long as this object lives
 };
 
 // Removes a folder so that a kill half-way does not leave part of it under its own name.

@@ -300,6 +300,38 @@ TEST(AtomicFolder, FileAsTargetIsRefused) {
             "cannot write folder " + (folder / "c").native() + ": it exists and is not a folder");
 }
 
+// A folder, a file, a dangling link and another writer's folder that have come in the meantime.
+TEST(AtomicFolder, ANewOneReplacesNothing) {
+  const TempFolder folder;
+  const auto target = folder / "c";
+  const std::string refusal = "cannot write folder " + target.native() + ": it exists, and a new one was to be written; give another name";
+  const std::vector<std::function<void()>> arrivals = {[&] { fs::create_directory(target); }, [&] { write_file(target, "x"); },
+                                                       [&] { fs::create_symlink("none", target); }, [&] { write_pair(target, 1); }};
+  for (const auto& arrive : arrivals) {
+    {
+      AtomicFolder late(target, Existing::refused);
+      write_file(late.path() / "one", contents(0));
+      arrive();
+
+      EXPECT_EQ(error_of([&] { late.commit(); }), refusal);
+    }
+    EXPECT_EQ(error_of([&] { AtomicFolder later(target, Existing::refused); }), refusal);
+    EXPECT_EQ(entries(folder.path()), std::vector<std::string>{"c"});
+    fs::remove_all(target);
+  }
+}
+
+TEST(AtomicFolder, OfTwoWritersOfANewOneTheFirstToEndHasIt) {
+  const TempFolder folder;
+  AtomicFolder first(folder / "c", Existing::refused), second(folder / "c", Existing::refused);
+  write_file(first.path() / "f", "first");
+  write_file(second.path() / "f", "second");
+  second.commit();
+
+  EXPECT_NE(error_of([&] { first.commit(); }), "no error");
+  EXPECT_EQ(read_file(folder / "c/f"), "second");
+}
+
 TEST(AtomicFolder, KillAtEverySystemCallLeavesOldOrNew) {
   const TempFolder folder;
   const auto target = folder / "c";
