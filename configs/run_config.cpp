@@ -23,6 +23,7 @@ constexpr std::string_view kFreeOnResume[] = {
     "train.eval_iters", "train.save_steps", "train.save_total_limit", "train.resume_from_checkpoint", "train.cuda_graph", "attention.kernel",
     "attention.deterministic", "device"};
 constexpr std::string_view kFreeOfAdapter[] = {"lora.lora_dropout", "lora.loraplus_lr_ratio"};  // act on the training only
+constexpr const char* kCompute = "quantize.compute";  // of the machine, not of the base
 constexpr std::string_view kDropout[] = {"model.resid_pdrop", "model.embd_pdrop"};
 
 bool is_among(std::span<const std::string_view> names, std::string_view name) {
@@ -106,7 +107,10 @@ std::vector<SectionFields> sections(RunConfig& config) {
       {"attention", fields(config.attention)},
   };
   if (config.lora) out.push_back({"lora", fields(*config.lora)});
-  if (config.quantize) out.push_back({"quantize", fields(*config.quantize)});
+  if (config.quantize || config.compute) {
+    out.push_back({"quantize", config.quantize ? fields(*config.quantize) : std::vector<nn::Field>{}});
+    out.back().fields.push_back(quant::compute_field(config.compute));
+  }
   out.push_back({"", {{"base", &config.base, {}},
                       {"device", &config.device, {.form = kDeviceForm, .accepts = is_device_name}}}});
   return out;
@@ -118,11 +122,15 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   config.train.output_dir = "runs/" + std::filesystem::path(path).stem().string();
   YamlReader reader(path, overrides);
   const bool has_lora = reader.has_section("lora");
-  config.lora.emplace();  // its keys are known without it
-  if (reader.has_section("quantize")) config.quantize.emplace();
+  // How products are computed says nothing of the weights, which may be stored quantised.
+  const bool has_quantize = reader.has_section("quantize") && !reader.has_only("quantize", "compute");
+  config.lora.emplace();  // their keys are known without them
+  config.quantize.emplace();
   std::vector<SectionFields> all = sections(config);
   reader.read("", all.back().fields);  // the base gives the model's defaults
   all.pop_back();
+  if (!has_quantize)
+    for (nn::Field& field : all.back().fields) field.rule.required = false;
   const bool has_base = base == Base::opened && (config.base || has_lora);
   const std::optional<nn::TransformerConfig> base_model = has_base ? read_base(config, reader) : std::nullopt;
   const bool has_model = !has_base || base_model;
@@ -134,6 +142,9 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
     if (section.name == "model") config.data.sequence_length = config.model.max_position_embeddings;
   }
   if (!has_lora) config.lora.reset();
+  if (!has_quantize) config.quantize.reset();
+  if (config.quantize && config.quantize->rounding == quant::ElementRounding::stochastic && !config.quantize->seed)
+    config.quantize->seed = config.train.seed;
   const auto attempt = [&](const RunCheck& check) {
     const auto is_unknown = [&](const std::string& section) { return reader.has_mistake(section) || (section == "model" && !has_model); };
     if (std::ranges::any_of(check.sections, is_unknown)) return;
@@ -153,8 +164,6 @@ RunConfig load_run_config(const std::string& path, const std::vector<std::string
   for (const RunCheck& check : checks) attempt(check);
   reader.finish();
   config.model = config.model.resolved();
-  if (config.quantize && config.quantize->rounding == quant::ElementRounding::stochastic && !config.quantize->seed)
-    config.quantize->seed = config.train.seed;
   return config;
 }
 
@@ -172,12 +181,13 @@ std::string to_yaml(const RunConfig& config) {
 
 namespace {
 
-// Every key's full name, and its value.
+// Every key's full name, and its value; of quantize.compute without its section too.
 std::vector<std::pair<std::string, std::string>> values_of(RunConfig& config) {
   std::vector<std::pair<std::string, std::string>> out;
   for (const SectionFields& section : sections(config))
     for (const nn::Field& field : section.fields)
       out.emplace_back(section.name.empty() ? field.key : section.name + "." + field.key, field.value_text());
+  if (!config.quantize && !config.compute) out.emplace_back(kCompute, quant::compute_field(config.compute).value_text());
   return out;
 }
 
@@ -199,7 +209,7 @@ ResumeChanges resume_changes(RunConfig checkpoint, RunConfig run) {
     const std::string& was = found->second;
     const bool is_of_model = name.starts_with("model.") && !is_among(kDropout, name);
     const bool is_of_adapter = name.starts_with("lora.") && !is_among(kFreeOfAdapter, name);
-    const bool is_of_base = name.starts_with("quantize.") || name == "train.precision" || name.starts_with("train.fp8_");
+    const bool is_of_base = (name.starts_with("quantize.") && name != kCompute) || name == "train.precision" || name.starts_with("train.fp8_");
     (is_of_model || is_of_adapter || is_of_base ? out.refused : out.noted).push_back(concat_text(name, " ", was, ", here ", is));
   }
   return out;

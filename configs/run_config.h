@@ -26,6 +26,7 @@ struct RunConfig {
   std::optional<std::string> base;       // the checkpoint whose weights training starts from, and whose model it is
   std::optional<lora::LoraConfig> lora;  // with it the base is frozen and an adapter is trained
   std::optional<quant::QuantConfig> quantize;  // with it the Linear weights of the base are frozen in few bits
+  std::optional<QuantCompute> compute;  // the key quantize.compute: how this machine multiplies quantised weights
   std::string device = "auto";  // kDeviceForm
 
   friend bool operator==(const RunConfig&, const RunConfig&) = default;

@@ -306,6 +306,11 @@ bool YamlReader::has_section(std::string_view section) const {
   return found != nullptr && found->kind != Kind::null;
 }
 
+bool YamlReader::has_only(std::string_view section, std::string_view key) const {
+  const YamlValue* found = find_section(section);
+  return found != nullptr && found->keys.size() == 1 && find_key(*found, key) == 0;
+}
+
 bool YamlReader::has_mistake(std::string_view section) const {
   return std::ranges::any_of(wrong_, [section](const std::string& name) {
     const std::size_t dot = name.find('.');

@@ -39,6 +39,9 @@ class YamlReader {
   // Whether the section is there and not null.
   bool has_section(std::string_view section) const;
 
+  // Whether the section has this key and no other.
+  bool has_only(std::string_view section, std::string_view key) const;
+
   // Whether the key, given by its full name, or its whole section is known to be wrong.
   bool is_wrong(const std::string& name) const;
 

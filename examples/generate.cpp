@@ -20,9 +20,7 @@ struct GenerateCommand {
 int run_generate(const GenerateCommand& command) {
   if (command.prompt.empty()) throw ConfigError("--prompt: expected at least one byte to continue, got \"\"");
   const std::filesystem::path folder = nn::open_weights(command.model);
-  // The machine that trained the model need not be this one.
-  config::RunConfig run =
-      config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=auto", "base=null"});
+  config::RunConfig run = stored_config(folder);
   const std::filesystem::path adapter = command.adapter.empty() ? std::filesystem::path() : nn::open_adapter(command.adapter);
   if (!adapter.empty()) follow_adapter(adapter, folder, run);
   constexpr std::array kPasses = {AttentionPass::forward};

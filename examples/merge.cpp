@@ -44,10 +44,9 @@ int run_merge(const MergeCommand& command) {
   namespace fs = std::filesystem;
   nn::AtomicFolder out(command.output, nn::Existing::refused);  // before the work, so that a folder that cannot be written is known first
   const fs::path folder = nn::open_weights(command.base);
-  config::RunConfig run = config::load_run_config((folder / "config.yaml").string(), {"attention.kernel=auto", "device=cpu", "base=null"});
+  config::RunConfig run = stored_config(folder);
   const fs::path adapter_folder = nn::open_adapter(command.adapter);
   follow_adapter(adapter_folder, folder, run);
-  if (run.quantize) run.quantize->compute.reset();  // nothing is multiplied, and this may be another machine
   const DType dtype = nn::dtype_of(run.train.precision);
   config::RunConfig summed = run;
   summed.train.precision = nn::Precision::fp32;

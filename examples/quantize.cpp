@@ -49,7 +49,12 @@ config::RunConfig read_config(const QuantizeCommand& command, const fs::path& fo
     if (run.quantize && !quant::has_layout(run.quantize->spec()))
       throw nn::BadValue("quantize.format", "one that files have a layout for (fp8_e4m3, mxfp4 or nvfp4)", std::string(name_of(run.quantize->format)));
   };
-  return config::load_run_config((folder / "config.yaml").string(), overrides, {{{"quantize"}, has_layout}});
+  const auto has_no_compute = [](const config::RunConfig& run) {
+    if (run.compute)
+      throw nn::BadValue("quantize.compute", "null: nothing is multiplied here, and each run that uses the folder has its own",
+                         std::string(quant::compute_name(*run.compute)));
+  };
+  return config::load_run_config((folder / "config.yaml").string(), overrides, {{{"quantize"}, has_layout}, {{"quantize"}, has_no_compute}});
 }
 
 void write_model(const fs::path& folder, const nn::CausalLM& model, const config::RunConfig& run, const quant::QuantReport& report) {

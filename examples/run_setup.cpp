@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <iostream>
+#include <map>
 #include <utility>
 
 #include "kernels/runtime/context.h"
@@ -43,11 +44,15 @@ void check_quantised(const config::RunConfig& run) {
   if (run.quantize && !run.lora)
     throw nn::BadValue("quantize.format", "a section lora beside it: quantised weights are frozen, and without an adapter every weight is trained",
                        std::string(name_of(run.quantize->format)));
-  if (!run.base || !quant::has_quantized(nn::open_weights(*run.base))) return;
+  if (!run.base || !quant::has_quantized(nn::open_weights(*run.base))) {
+    if (run.compute && !run.quantize)
+      throw nn::BadValue("quantize.compute", "quantize.format beside it, or a base that is quantised", std::string(quant::compute_name(*run.compute)));
+    return;
+  }
   if (!run.lora)
     throw nn::BadValue("base", "a model that is not quantised, or a section lora beside it: quantised weights are frozen", nn::quoted_text(*run.base));
   if (run.quantize)
-    throw nn::BadValue("quantize.format", concat_text("no section quantize beside ", nn::quoted_text(*run.base), ", which is quantised already"),
+    throw nn::BadValue("quantize.format", concat_text("nothing but quantize.compute beside ", nn::quoted_text(*run.base), ", which is quantised already"),
                        std::string(name_of(run.quantize->format)));
 }
 
@@ -57,6 +62,28 @@ void check_fp8(const config::RunConfig& run, Device device) {
     throw nn::BadValue("train.precision", "bf16 beside lora: a frozen base is multiplied in FP8 by quantize.format fp8_e4m3", "fp8");
   const std::string obstacle = quant::fp8_obstacle(run.model, device);
   if (!obstacle.empty()) throw nn::BadValue("train.precision", concat_text("bf16 or fp32 (", obstacle, ")"), "fp8");
+}
+
+// [out, in] of a linear layer.
+std::pair<std::int64_t, std::int64_t> shape_of(const std::string& layer, const nn::TransformerConfig& m) {
+  const std::int64_t width = m.hidden_size, queries = m.num_attention_heads * m.head_size(), keys = m.kv_heads() * m.head_size();
+  const std::map<std::string, std::pair<std::int64_t, std::int64_t>> shapes = {
+      {"q_proj", {queries, width}},         {"k_proj", {keys, width}},          {"v_proj", {keys, width}},        {"o_proj", {width, queries}},
+      {"gate_proj", {m.ffn_size(), width}}, {"up_proj", {m.ffn_size(), width}}, {"down_proj", {width, m.ffn_size()}}, {"lm_head", {m.vocab_size, width}}};
+  return shapes.at(layer.substr(layer.rfind('.') + 1));
+}
+
+// FP8 products that the device cannot do with the weights the base has, or is to have.
+void check_compute(const config::RunConfig& run, Device device) {
+  if (run.compute != QuantCompute::fp8) return;
+  std::vector<quant::StoredLayer> layers;
+  if (run.quantize) {
+    for (const std::string& name : lora::linear_layers(run.model))
+      if (const auto [out, in] = shape_of(name, run.model); !quant::is_excluded(name, run.quantize->exclude)) layers.push_back({run.quantize->spec(), out, in});
+  } else if (run.base && quant::has_quantized(nn::open_weights(*run.base))) {
+    layers = quant::stored_layers(nn::open_weights(*run.base));
+  }
+  for (const auto& [spec, out, in] : layers) quant::require_fp8_products(spec, out, in, model_dtype(run), device);
 }
 
 Device choose_training_device(const config::RunConfig& run) {
@@ -100,6 +127,7 @@ TrainingSetup load_training(const std::string& path, const std::vector<std::stri
   checks.push_back({{"attention"}, [](const auto& run) { check_kernel_name(run.attention.kernel); }});
   checks.push_back({{"", "model", "attention"}, [&](const auto& run) { out.device = choose_training_device(run); }});
   checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) { check_fp8(run, out.device); }});
+  checks.push_back({{"", "model", "attention", "train", "quantize"}, [&](const auto& run) { check_compute(run, out.device); }});
   checks.push_back({{"", "model", "attention", "train"}, [&](const auto& run) {
                       if (run.train.cuda_graph && out.device.is_cpu()) throw nn::BadValue("train.cuda_graph", "false on the CPU", "true");
                     }});
@@ -129,16 +157,24 @@ nn::CausalLM make_model(const config::RunConfig& run, Device device, Weights wei
   return nn::CausalLM(config, {.dtype = model_dtype(run), .device = device}, generator, run.attention.kernel);
 }
 
+config::RunConfig stored_config(const std::filesystem::path& folder) {
+  const std::filesystem::path file = folder / "config.yaml";
+  config::RunConfig run = config::load_run_config(file.string(), {"attention.kernel=auto", "device=auto", "base=null"}, {}, config::Base::not_opened);
+  if (run.compute)
+    std::cerr << "heddle: not used: quantize.compute " << quant::compute_name(*run.compute) << " in " << nn::printable_path(file)
+              << ", which says how another run multiplied\n";
+  run.compute.reset();
+  return run;
+}
+
 void follow_adapter(const std::filesystem::path& adapter, const std::filesystem::path& base, config::RunConfig& run) {
-  const std::filesystem::path file = adapter / "config.yaml";
-  if (quant::has_quantized(base) || !std::filesystem::exists(file)) return;
-  const config::RunConfig trained = config::load_run_config(file.string(), {"attention.kernel=auto", "device=auto"}, {}, config::Base::not_opened);
+  if (quant::has_quantized(base) || !std::filesystem::exists(adapter / "config.yaml")) return;
+  const config::RunConfig trained = stored_config(adapter);
   if (!trained.quantize) return;
   for (const std::string& difference : config::resume_changes(trained, run).refused)
     HEDDLE_CHECK(!difference.starts_with("model."), nn::printable_path(adapter), " was trained on another model than ", nn::printable_path(base), ": ",
                  difference);
   run.quantize = trained.quantize;
-  run.quantize->compute.reset();  // this may be another machine
   run.train.precision = trained.train.precision;
 }
 
@@ -149,11 +185,10 @@ bool load_model_weights(const std::string& path, const config::RunConfig& run, n
     nn::load_weights(folder, model, dtypes);
     return false;
   }
-  const quant::QuantConfig config = run.quantize.value_or(quant::QuantConfig{});
   if (!is_stored) {
-    for (const std::string& line : quant::load_quantized_base(path, folder, config, model_dtype(run), model))
+    for (const std::string& line : quant::load_quantized_base(path, folder, *run.quantize, model_dtype(run), model, run.compute))
       std::cerr << "heddle: " << line << '\n';
-  } else if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, config.compute); !ignored.empty()) {
+  } else if (const std::vector<std::string> ignored = quant::load_quantized(folder, model, run.compute); !ignored.empty()) {
     std::cerr << "heddle: not used: " << ignored.size() << " scales of activations, " << nn::printable(ignored.front()) << " the first\n";
   }
   for (const std::string& line : quant::describe_products(model)) std::cerr << "heddle: " << line << '\n';

@@ -52,6 +52,10 @@ void apply_settings(const config::RunConfig& run, Device device);
 enum class Weights { drawn, loaded_next };
 nn::CausalLM make_model(const config::RunConfig& run, Device device, Weights weights);
 
+// The config of a checkpoint or adapter, whose machine need not be this one: without what it says of devices, its base, and quantize.compute,
+// of which standard error then tells.
+config::RunConfig stored_config(const std::filesystem::path& folder);
+
 // An adapter belongs on its base as that was in training: where the config in the adapter's folder quantises the base, whose folder holds
 // the plain model, `run` is to do so too, from weights of the same precision. Throws heddle::Error, before anything is quantised, for a
 // base that is another model.

@@ -30,10 +30,15 @@ std::vector<nn::Field> fields(QuantConfig& c) {
       {"mxfp4_scale", nn::choice(c.mxfp4_scale, kMxRoundings), {}},
       {"rounding", nn::choice(c.rounding, kElementRoundings), {}},
       {"seed", &c.seed, {.range = nn::at_least(0), .derived = "train.seed"}},
-      {"compute", nn::choice(c.compute, kComputes), {.derived = "fp8 for FP8 formats where the GPU has it, else bf16"}},
       {"exclude", &c.exclude, {}},
   };
 }
+
+nn::Field compute_field(std::optional<QuantCompute>& compute) {
+  return {"compute", nn::choice(compute, kComputes), {.derived = "fp8 for FP8 formats where the GPU has it, else bf16"}};
+}
+
+std::string_view compute_name(QuantCompute compute) { return nn::name_of(kComputes, compute); }
 
 std::vector<nn::Conflict> conflicts(const QuantConfig& c) {
   const bool is_stochastic = c.rounding == ElementRounding::stochastic;

@@ -34,7 +34,7 @@ inline constexpr std::array<std::pair<std::string_view, ElementRounding>, 2> kEl
 
 inline constexpr std::array<std::pair<std::string_view, QuantCompute>, 2> kComputeNames{{{"fp8", QuantCompute::fp8}, {"bf16", QuantCompute::wide}}};
 
-// Which layers of a model are quantised, and to what.
+// Which layers of a model are quantised, and to what. What they are multiplied in is no part of it: each machine has its own.
 struct QuantConfig {
   QuantFormat format = QuantFormat::nvfp4;
   ScaleGrain fp8_scale = ScaleGrain::channel;
@@ -43,7 +43,6 @@ struct QuantConfig {
   MxRounding mxfp4_scale = MxRounding::floor;
   ElementRounding rounding = ElementRounding::nearest;
   std::optional<std::int64_t> seed;  // of stochastic rounding, and only there
-  std::optional<QuantCompute> compute;  // left open: FP8 for FP8 weights on a GPU that multiplies in it, else what activations are
   // Layers that stay as they are: names or their ends after a dot ("o_proj", "layers.0.mlp.*"), with the wildcards of fnmatch.
   // Embeddings and norms always stay.
   std::vector<std::string> exclude{"lm_head"};
@@ -53,8 +52,11 @@ struct QuantConfig {
   friend bool operator==(const QuantConfig&, const QuantConfig&) = default;
 };
 
-// The keys of a `quantize` section.
+// The keys of a `quantize` section, and the one beside them that says how this machine multiplies: left open, FP8 weights in FP8 on a GPU
+// that does so, and others in the dtype of activations.
 std::vector<nn::Field> fields(QuantConfig& config);
+nn::Field compute_field(std::optional<QuantCompute>& compute);
+std::string_view compute_name(QuantCompute compute);
 // Scale searches look for the least error of rounding to nearest.
 std::vector<nn::Conflict> conflicts(const QuantConfig& config);
 

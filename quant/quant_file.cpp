@@ -55,17 +55,15 @@ Shape without_ones(const Shape& shape) {
   return out;
 }
 
-// A float32 scale tensor, whatever its floating dtype, in the shape of the grain that its shape stands for: layouts differ in dimensions
-// of size 1.
-Tensor float_scales(const Tensor& stored, QuantSpec& spec, std::int64_t out, std::int64_t in) {
+// The grain that the shape of an FP8 layer's scales stands for: layouts differ in dimensions of size 1.
+ScaleGrain grain_of(const Shape& scales, QuantSpec spec, std::int64_t out, std::int64_t in) {
   for (const bool is_exact : {true, false})
     for (const ScaleGrain grain : {ScaleGrain::tensor, ScaleGrain::channel, ScaleGrain::block}) {
       spec.grain = grain;
       const Shape shape = quant_layout(spec, out, in).scales;
-      if (is_exact ? stored.shape() == shape : without_ones(stored.shape()) == without_ones(shape))
-        return reshape(cast(stored, DType::f32), shape);
+      if (is_exact ? scales == shape : without_ones(scales) == without_ones(shape)) return grain;
     }
-  throw Error(concat_text("scales ", stored.shape(), " fit no grain of [", out, ", ", in, "]"));
+  throw Error(concat_text("scales ", scales, " fit no grain of [", out, ", ", in, "]"));
 }
 
 class Loading {
@@ -131,7 +129,8 @@ class Loading {
     QuantSpec spec{.format = names.format};
     const std::int64_t out = layer.out_features(), in = layer.in_features();
     QuantizedWeight::Parts parts = {file_.read_bytes(codes), {}, {}};
-    parts.scales = spec.is_fp8() ? float_scales(file_.read(scales), spec, out, in) : file_.read_bytes(scales);
+    if (spec.is_fp8()) spec.grain = grain_of(file_.info(scales).shape, spec, out, in);
+    parts.scales = spec.is_fp8() ? reshape(cast(file_.read(scales), DType::f32), quant_layout(spec, out, in).scales) : file_.read_bytes(scales);
     if (!names.global.empty()) {
       const std::string global = name + "." + names.global;
       expect(global, {"F32"}, names);
@@ -224,6 +223,25 @@ void save_quantized(const fs::path& folder, const nn::CausalLM& model) {
 }
 
 bool has_quantized(const fs::path& folder) { return !quantization_of(folder).is_null(); }
+
+std::vector<StoredLayer> stored_layers(const fs::path& folder) {
+  const FileLayout layout = parse_layout(quantization_of(folder), nn::printable_path(folder));
+  const nn::TensorFiles file = nn::TensorFiles::of_model(folder);
+  std::vector<StoredLayer> out;
+  for (const std::string& codes : file.names()) {
+    const std::string layer = codes.substr(0, codes.rfind('.'));
+    const LayoutNames* names = layout.of(layer);
+    const nn::SafetensorsInfo& info = file.info(codes);
+    if (names == nullptr || codes != layer + "." + names->codes || info.dtype != names->code_dtype || info.shape.rank() != 2) continue;
+    const std::string scales = layer + "." + names->scales;
+    HEDDLE_CHECK(file.contains(scales), "missing ", nn::printable(scales));
+    StoredLayer stored{.spec = {.format = names->format}, .out_features = info.shape[0], .in_features = info.shape[1]};
+    if (stored.spec.is_fp8()) stored.spec.grain = grain_of(file.info(scales).shape, stored.spec, stored.out_features, stored.in_features);
+    else stored.in_features *= 2;
+    out.push_back(stored);
+  }
+  return out;
+}
 
 std::vector<std::string> load_quantized(const fs::path& folder, nn::CausalLM& model, std::optional<QuantCompute> compute) {
   return Loading(folder, model, compute).run();

@@ -26,6 +26,13 @@ void save_quantized(const std::filesystem::path& folder, const nn::CausalLM& mod
 // Whether a folder holds a quantised checkpoint.
 bool has_quantized(const std::filesystem::path& folder);
 
+// The layers that a folder has quantised, as the headers of its files tell. Throws heddle::Error for an unknown layout and damaged headers.
+struct StoredLayer {
+  QuantSpec spec;
+  std::int64_t out_features = 0, in_features = 0;
+};
+std::vector<StoredLayer> stored_layers(const std::filesystem::path& folder);
+
 // Loads the weights of a plain model, with a QuantLinear for every layer that the folder has quantised. Returns the names of tensors
 // that were left out: scales of activations and caches. Throws heddle::Error for an unknown layout, and naming every tensor that is
 // missing, unexpected, of another shape or dtype, or damaged; nn::BadValue for FP8 products that cannot be; the model is then unchanged.

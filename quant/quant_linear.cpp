@@ -77,13 +77,8 @@ std::vector<Tensor> quant_linears(const Tensor& x, const std::vector<Factors>& l
 }
 
 QuantCompute chosen_compute(const QuantizedWeight& weight, DType dtype, std::optional<QuantCompute> asked) {
-  const bool is_possible = fp8_products(weight.view(), dtype);
-  if (asked == QuantCompute::fp8 && !is_possible)
-    throw nn::BadValue("quantize.compute",
-                       concat_text("bf16 or nothing, as ", dtype, " is not multiplied in FP8 with ", name_of(weight.spec().format), " [",
-                                   weight.out_features(), ", ", weight.in_features(), "] on ", weight.device()),
-                       "fp8");
-  return asked.value_or(weight.spec().is_fp8() && is_possible ? QuantCompute::fp8 : QuantCompute::wide);
+  if (asked == QuantCompute::fp8) require_fp8_products(weight.spec(), weight.out_features(), weight.in_features(), dtype, weight.device());
+  return asked.value_or(weight.spec().is_fp8() && fp8_products(weight.view(), dtype) ? QuantCompute::fp8 : QuantCompute::wide);
 }
 
 // How the products of a layer are computed, in words that layers computed alike have in common.
@@ -119,6 +114,15 @@ std::vector<Tensor> QuantLinear::forward_together(const std::vector<const Linear
   for (const LinearBase* layer : layers)
     if (const auto* other = dynamic_cast<const QuantLinear*>(layer); other != nullptr) all.push_back({other->weight_, other->bias_, other->compute_});
   return all.size() == layers.size() ? quant_linears(x, all) : LinearBase::forward_together(layers, x, dropout);
+}
+
+void require_fp8_products(const QuantSpec& spec, std::int64_t out_features, std::int64_t in_features, DType dtype, Device device) {
+  const QuantView shape = {.spec = spec, .rows = out_features, .columns = in_features, .codes = {.device = device}, .scales = {}};
+  if (!fp8_products(shape, dtype))
+    throw nn::BadValue("quantize.compute",
+                       concat_text("bf16 or null, as ", dtype, " is not multiplied in FP8 with ", name_of(spec.format), " [", out_features, ", ", in_features,
+                                   "] on ", device),
+                       "fp8");
 }
 
 std::vector<std::string> describe_products(const nn::Module& model) {

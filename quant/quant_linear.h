@@ -41,6 +41,9 @@ class QuantLinear final : public nn::LinearBase {
   QuantCompute compute_;
 };
 
+// Throws nn::BadValue, of the key quantize.compute, unless products of x in `dtype` with such a weight run in FP8 on the device.
+void require_fp8_products(const QuantSpec& spec, std::int64_t out_features, std::int64_t in_features, DType dtype, Device device);
+
 // Of a model's quantised layers, what is computed in few bits and what is only stored so: a sentence for each way there is.
 std::vector<std::string> describe_products(const nn::Module& model);
 

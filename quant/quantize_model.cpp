@@ -154,7 +154,7 @@ bool is_excluded(const std::string& layer, const std::vector<std::string>& patte
   return std::ranges::any_of(patterns, [&](const std::string& pattern) { return matches(pattern, layer); });
 }
 
-QuantReport quantize_model(nn::Module& model, const QuantConfig& config) {
+QuantReport quantize_model(nn::Module& model, const QuantConfig& config, std::optional<QuantCompute> compute) {
   nn::require_valid("quantize", {}, conflicts(config));
   HEDDLE_CHECK(config.seed || config.rounding == ElementRounding::nearest, "quantize: stochastic rounding needs a seed");
   const QuantSpec spec = config.spec();
@@ -165,7 +165,7 @@ QuantReport quantize_model(nn::Module& model, const QuantConfig& config) {
     const Tensor& weight = layer.layer->weight();
     report.layers.push_back({layer.name, spec, weight.size(0), weight.size(1), weight.nbytes(), packed.nbytes(), packed.bits_per_weight(),
                              quant_error(weight, packed)});
-    quantized.push_back(std::make_shared<QuantLinear>(packed, layer.layer->bias(), weight.dtype(), config.compute));
+    quantized.push_back(std::make_shared<QuantLinear>(packed, layer.layer->bias(), weight.dtype(), compute));
   });
   for (std::size_t i = 0; i < quantized.size(); ++i) model.replace_child(selection.chosen[i].name, quantized[i]);
   return report;

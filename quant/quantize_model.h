@@ -33,7 +33,7 @@ struct QuantReport {
 // nn::BadValue for a pattern that names no linear layer (other than lm_head, which a tied model lacks) and for FP8 products that cannot
 // be, heddle::Error for a weight that is not finite, for a layer that is no longer plain, and if nothing is left to quantise; the model is
 // then unchanged.
-QuantReport quantize_model(nn::Module& model, const QuantConfig& config);
+QuantReport quantize_model(nn::Module& model, const QuantConfig& config, std::optional<QuantCompute> compute = {});
 
 // Puts plain layers of the decoded weights, in the layers' dtype, back for every QuantLinear of the model.
 void dequantize_model(nn::Module& model);

@@ -53,7 +53,6 @@ std::string fingerprint_of(const fs::path& folder) {
 // Everything that decides which bytes come out.
 std::string key_of(const fs::path& folder, const QuantConfig& config, DType dtype) {
   QuantConfig copy = config;
-  copy.compute = QuantConfig{}.compute;
   nn::Fingerprint out;
   out.add(concat_text("version ", kVersion, ", ", dtype));
   for (const nn::Field& field : fields(copy)) out.add(concat_text(field.key, ": ", field.value_text()));
@@ -64,7 +63,7 @@ std::string key_of(const fs::path& folder, const QuantConfig& config, DType dtyp
 class Kept {
  public:
   Kept(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype)
-      : config_(config), key_(key_of(folder, config, dtype)) {
+      : key_(key_of(folder, config, dtype)) {
     folder_ = fs::canonical(base);
     folder_ += concat_text(".", name_of(config.format), "-", key_);
   }
@@ -73,7 +72,7 @@ class Kept {
   std::string name() const { return nn::printable_path(folder_); }
 
   // Fills the model and returns what quantising had cost. Throws heddle::Error, with the model unchanged, for a folder that is not whole.
-  std::string load(nn::CausalLM& model) const {
+  std::string load(nn::CausalLM& model, std::optional<QuantCompute> compute) const {
     const json record = nn::parse_json<json>(nn::read_file(folder_ / kRecordFile));
     const auto text_at = [&](const char* key) {
       const auto found = record.is_object() ? record.find(key) : record.end();
@@ -81,7 +80,7 @@ class Kept {
     };
     HEDDLE_CHECK(text_at("key") == key_, kRecordFile, " is of another base or config");
     HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_), nn::kWeightsFile, " is not the file that was written");
-    load_quantized(folder_, model, config_.compute);
+    load_quantized(folder_, model, compute);
     return text_at("cost");
   }
 
@@ -94,7 +93,6 @@ class Kept {
   }
 
  private:
-  const QuantConfig& config_;
   std::string key_;
   fs::path folder_;
 };
@@ -107,29 +105,29 @@ void round_parameters(const nn::CausalLM& model, DType dtype) {
 }
 
 // Returns what it cost.
-std::string quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model) {
+std::string quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model, std::optional<QuantCompute> compute) {
   nn::load_weights(folder, model, nn::Dtypes::converted);
   round_parameters(model, dtype);
-  return summary(quantize_model(model, config));
+  return summary(quantize_model(model, config, compute));
 }
 
 }  // namespace
 
 std::vector<std::string> load_quantized_base(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype,
-                                             nn::CausalLM& model) {
-  if (!has_layout(config.spec())) return {quantize_base(folder, config, dtype, model)};
+                                             nn::CausalLM& model, std::optional<QuantCompute> compute) {
+  if (!has_layout(config.spec())) return {quantize_base(folder, config, dtype, model, compute)};
   const Kept kept(base, folder, config, dtype);
   std::vector<std::string> log;
   if (kept.exists()) {
     try {
-      log.push_back(kept.load(model));
+      log.push_back(kept.load(model, compute));
       log.push_back("quantised weights of an earlier run, from " + kept.name());
       return log;
     } catch (const Error& error) {
       log = {concat_text(kept.name(), " is made again: ", error.what())};
     }
   }
-  log.push_back(quantize_base(folder, config, dtype, model));
+  log.push_back(quantize_base(folder, config, dtype, model, compute));
   try {
     kept.save(model, log.back());
     log.push_back("quantised weights are kept in " + kept.name());

@@ -118,5 +118,32 @@ TEST_F(Config, ResumeRefusesAnotherAdapter) {
   EXPECT_EQ(resume_changes(before, quantised).refused, std::vector<std::string>{"no section quantize, here one"});
 }
 
+// With a base that the run quantises, and with one that is stored so.
+TEST_F(Config, ResumeNotesAnotherCompute) {
+  const std::string base = make_base(to_yaml(load(write(kRequiredKeys)))), path = write(kFineTune);
+  for (const char* quantise : {"quantize.format=nvfp4", "quantize=null"}) {
+    const auto changes = [&](const char* was, const char* is) {
+      const auto run = [&](const char* compute) { return load(path, {"base=" + base, quantise, std::string("quantize.compute=") + compute}); };
+      return resume_changes(run(was), run(is));
+    };
+
+    EXPECT_EQ(changes("null", "bf16").noted, std::vector<std::string>{"quantize.compute null, here bf16"}) << quantise;
+    EXPECT_EQ(changes("fp8", "null").noted, std::vector<std::string>{"quantize.compute fp8, here null"}) << quantise;
+    EXPECT_TRUE(changes("fp8", "bf16").refused.empty()) << quantise;
+  }
+}
+
+TEST_F(Config, ComputeAloneQuantisesNothing) {
+  const std::string base = make_base(to_yaml(load(write(kRequiredKeys)))), path = write(kFineTune);
+  const RunConfig run = load(path, {"base=" + base, "quantize.compute=bf16"});
+
+  EXPECT_FALSE(run.quantize);
+  EXPECT_EQ(run.compute, QuantCompute::wide);
+  EXPECT_TRUE(to_yaml(run).find("quantize:\n  compute: bf16\nbase") != std::string::npos) << to_yaml(run);
+  EXPECT_EQ(load(write(to_yaml(run), "own.yaml")), run);
+  EXPECT_EQ(mistakes(path, {"base=" + base, "quantize.compute=bf16", "quantize.exclude=[o_proj]"}),
+            path + ":1:1: quantize.format: expected one of fp8_e4m3, fp8_e5m2, fp4, mxfp4, nvfp4, got nothing; the key is required");
+}
+
 }  // namespace
 }  // namespace heddle::config

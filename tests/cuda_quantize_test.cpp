@@ -446,7 +446,7 @@ TEST_F(CudaQuantize, LayersAreComputedAsTheirFormatIsUnlessAskedOtherwise) {
     EXPECT_EQ(layer(QuantCompute::wide, 64), QuantCompute::wide) << named.name;
     if (is_possible) { EXPECT_EQ(layer(QuantCompute::fp8, 64), QuantCompute::fp8) << named.name; }
     EXPECT_EQ(layer({}, 72), QuantCompute::wide) << named.name;
-    EXPECT_EQ(error_of([&] { layer(QuantCompute::fp8, 72); }), concat_text("quantize.compute: expected bf16 or nothing, as bfloat16 is not multiplied in FP8 with ",
+    EXPECT_EQ(error_of([&] { layer(QuantCompute::fp8, 72); }), concat_text("quantize.compute: expected bf16 or null, as bfloat16 is not multiplied in FP8 with ",
                                                                            name_of(named.spec.format), " [32, 72] on cuda:0, got fp8"));
   }
 }

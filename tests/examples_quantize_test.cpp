@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <string>
 
+#include "nn/atomic_file.h"
 #include "nn/posix_file.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/tool.h"
@@ -55,7 +56,66 @@ TEST(Tool, AQuantisedBaseIsFrozenAndNotQuantisedAgain) {
                               packed + "\"\n");
   EXPECT_EQ(again.exit_code, 2);
   EXPECT_EQ(again.output,
-            "heddle: --set quantize.format: expected no section quantize beside \"" + packed + "\", which is quantised already, got nvfp4\n");
+            "heddle: --set quantize.format: expected nothing but quantize.compute beside \"" + packed + "\", which is quantised already, got nvfp4\n");
+}
+
+TEST(Tool, ARunWithStochasticRoundingIsResumed) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  const std::string train = train_three_steps("configs/arithmetic_lora.yaml", folder.path() / "run") + " --set base=" + base +
+                            " --set quantize.format=nvfp4 --set quantize.rounding=stochastic";
+  ASSERT_EQ(heddle(train).exit_code, 0);
+
+  const Outcome resumed = heddle(train + " --set train.max_steps=4 --set train.resume_from_checkpoint=auto");
+
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_TRUE(fs::exists(folder.path() / "run/checkpoint-4"));
+}
+
+// How a machine multiplies is not what a base is: a folder's word on it is not followed, and beside a base that is stored quantised it can be said.
+TEST(Tool, EachRunSaysForItselfWhatItMultipliesIn) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string(), packed = (folder.path() / "packed").string(), config = packed + "/config.yaml";
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  const std::string quantize = "quantize --format nvfp4 --model " + base + " --output " + packed;
+  const Outcome asked = heddle(quantize + " --set quantize.compute=fp8");
+  ASSERT_EQ(heddle(quantize).exit_code, 0);
+  std::string text = nn::read_file(config);
+  text.replace(text.find("compute: null"), 13, "compute: fp8");
+  nn::write_file(config, text);
+  const auto train = [&](const char* rest) {
+    return heddle(train_three_steps("configs/arithmetic_lora.yaml", folder.path() / "run") + " --set device=cpu --set base=" + packed + rest);
+  };
+
+  const Outcome generated = heddle("generate --prompt 12+34= --max-new-tokens 3 --device cpu --model " + packed);
+  const Outcome wide = train(" --set quantize.compute=bf16"), narrow = train(" --set quantize.compute=fp8 --set train.cuda_graph=true");
+
+  EXPECT_EQ(asked.exit_code, 2);
+  EXPECT_EQ(asked.output, "heddle: --set quantize.compute: expected null: nothing is multiplied here, and each run that uses the folder has its own, got fp8\n");
+  EXPECT_EQ(generated.exit_code, 0) << generated.output;
+  EXPECT_NE(generated.output.find("heddle: not used: quantize.compute fp8 in " + config + ", which says how another run multiplied\n"), std::string::npos)
+      << generated.output;
+  EXPECT_EQ(wide.exit_code, 0) << wide.output;
+  EXPECT_EQ(narrow.exit_code, 2);
+  EXPECT_EQ(narrow.output, "heddle: --set quantize.compute: expected bf16 or null, as float32 is not multiplied in FP8 with nvfp4 [128, 512] on cpu, got fp8\n"
+                           "--set train.cuda_graph: expected false on the CPU, got true\n");
+}
+
+// Before data and base are read, at its place in the file.
+TEST(Tool, Fp8ThatCannotBeIsAmongTheMistakes) {
+  const test::TempFolder folder;
+  const std::string base = (folder.path() / "base").string(), config = (folder.path() / "config.yaml").string();
+  ASSERT_EQ(heddle(train_three_steps("configs/arithmetic.yaml", base)).exit_code, 0);
+  nn::write_file(config, "quantize:\n  format: fp8_e4m3\n  compute: fp8\n" + nn::read_file(fs::path(HEDDLE_SOURCE_DIR) / "configs/arithmetic_lora.yaml"));
+
+  const Outcome outcome = heddle("train " + config + " --set device=cpu --set base=" + base + " --set data.source=text --set data.files=[no/such]");
+  const Outcome plain = heddle("train configs/arithmetic_lora.yaml --set quantize.compute=bf16 --set base=" + base);
+
+  EXPECT_TRUE(outcome.output.starts_with("heddle: " + config + ":3:12: quantize.compute: expected bf16 or null, as float32 is not multiplied in FP8 with fp8_e4m3 ["))
+      << outcome.output;
+  EXPECT_NE(outcome.output.find("--set data.files: "), std::string::npos) << outcome.output;
+  EXPECT_EQ(plain.output, "heddle: --set quantize.compute: expected quantize.format beside it, or a base that is quantised, got bf16\n");
 }
 
 // The plain base and the adapter are enough: the base is quantised as it was in training, from what was kept then.

@@ -58,6 +58,28 @@ void write_quantized(const std::filesystem::path& folder, const QuantConfig& con
   quant::save_quantized(folder, model);
 }
 
+// From headers alone: what loading finds.
+TEST(QuantFile, StoredLayersAreThoseThatAreLoaded) {
+  for (const QuantConfig& config : written_configs()) {
+    const TempFolder folder;
+    write_quantized(folder.path(), config);
+    const std::vector<quant::StoredLayer> stored = quant::stored_layers(folder.path());
+    nn::CausalLM loaded = plain_model();
+    quant::load_quantized(folder.path(), loaded);
+    std::map<std::string, const QuantizedWeight*> expected;  // in the order of the file's names
+    for (const auto& [name, module] : loaded.modules())
+      if (const auto* layer = dynamic_cast<const QuantLinear*>(module.get()); layer != nullptr) expected[name] = &layer->weight();
+
+    ASSERT_EQ(stored.size(), expected.size());
+    std::size_t i = 0;
+    for (const auto& [name, weight] : expected) {
+      const quant::StoredLayer& layer = stored[i++];
+      EXPECT_TRUE(layer.spec.format == weight->spec().format && (!layer.spec.is_fp8() || layer.spec.grain == weight->spec().grain)) << name;
+      EXPECT_EQ(std::pair(layer.out_features, layer.in_features), std::pair(weight->out_features(), weight->in_features())) << name;
+    }
+  }
+}
+
 TEST(QuantFile, ALoadedModelIsTheSavedOneAndSavesTheSameBytes) {
   for (const QuantConfig& config : written_configs()) {
     const TempFolder first, second;

@@ -90,7 +90,7 @@ TEST(QuantLinear, OnTheCpuDecodesUnlessFp8IsAskedFor) {
   for (const auto& [name, spec] : all_specs()) EXPECT_EQ(QuantLinear(packed({16, 32}, spec), Tensor(), DType::bf16).compute(), QuantCompute::wide) << name;
 
   EXPECT_EQ(error_of([] { QuantLinear(packed({16, 32}, kNvfp4), Tensor(), DType::bf16, QuantCompute::fp8); }),
-            "quantize.compute: expected bf16 or nothing, as bfloat16 is not multiplied in FP8 with nvfp4 [16, 32] on cpu, got fp8");
+            "quantize.compute: expected bf16 or null, as bfloat16 is not multiplied in FP8 with nvfp4 [16, 32] on cpu, got fp8");
 }
 
 TEST(QuantLinear, ProductsInFp8AreNotReplacedByOthers) {

@@ -84,11 +84,10 @@ TEST_F(QuantizedBase, MayLieInSeveralFiles) {
 
 // Weights of another base or under another config are never taken for these; what they are multiplied in does not count.
 TEST_F(QuantizedBase, EveryBaseAndConfigHasItsOwnFolder) {
-  QuantConfig config, compute;
-  compute.compute = QuantCompute::wide;
+  QuantConfig config;
   nn::CausalLM a = model(), b = model(), c = model(), d = model(), e = model(/*seed=*/5, DType::bf16);
   load(a, config);
-  load(b, compute);
+  quant::load_quantized_base(base(), base(), config, DType::f32, b, QuantCompute::wide);
   EXPECT_EQ(kept().size(), 1u);
   config.nvfp4_scale_rounding = ScaleRounding::up;
   load(c, config);
