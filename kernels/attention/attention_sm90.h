@@ -28,6 +28,7 @@ struct BackwardPlan {
   float* delta;     // [Hq, total_rows]
   unsigned* turns;  // [Hq, total_rows / backward_rows(D), kBackwardTurns], zeros; null: dq is summed in any order
   ConstView dout;   // as TMA can read it
+  bool starts_early;  // launch.cuh, Note: Kernels that start early
 };
 
 // One per tile of columns, in a file each: they take most of the compile time.

@@ -109,6 +109,7 @@ struct PrepareParams {
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kBlock) prepare_kernel(const __grid_constant__ PrepareParams<T> p) {
   constexpr int kRows = kBlock / kLanes;
+  let_next_start();
   const BlockIndex block(p.heads, p.chunks);
   const PaddedSequence sequence(p.rows, block.sequence);
   const int lane = threadIdx.x % kLanes, column = lane * kColumns;
@@ -156,6 +157,7 @@ struct FinishParams {
 template <typename T, int kLanes, DqOrder kOrder>
 __global__ void __launch_bounds__(kBlock) finish_kernel(const __grid_constant__ FinishParams<T> p) {
   constexpr int kRows = 2 * kBlock / kLanes;
+  wait_for_previous();
   const BlockIndex block(p.heads, p.chunks);
   const PaddedSequence sequence(p.rows, block.sequence);
   const int chunk = threadIdx.x % kLanes, pair = threadIdx.x / kLanes;
@@ -241,7 +243,7 @@ void backward_finish(const BackwardFinishArgs& args, const ExecContext& ctx) {
                               static_cast<int>(D), args.columns, chunks, static_cast<float>(args.scale)};
       const auto kernel = args.order == DqOrder::rows ? finish_kernel<T, lanes, DqOrder::rows>
                                                       : finish_kernel<T, lanes, DqOrder::warpgroup_blocks>;
-      kernel<<<static_cast<unsigned>(args.rows.sequences * chunks * Hq), kBlock, 0, stream_of(ctx)>>>(p);
+      launch_early(args.starts_early, kernel, static_cast<unsigned>(args.rows.sequences * chunks * Hq), kBlock, 0, ctx, p);
     });
   });
   check_launch("attention backward: finish");

@@ -87,6 +87,7 @@ struct BackwardFinishArgs {
   int columns = 0;  // of a row of dq_sum, at least D
   double scale = 1.0;
   MutView dq;
+  bool starts_early = false;  // launch.cuh, Note: Kernels that start early; the kernel after backward_prepare may, too
 };
 void backward_finish(const BackwardFinishArgs& args, const ExecContext& ctx);
 

@@ -4,6 +4,7 @@
 
 #include "kernels/attention/backward_prepare.h"
 #include "kernels/attention/forward_sm90.cuh"
+#include "kernels/runtime/launch.cuh"
 
 // FlashAttention backward on sm_90. A block owns a tile of keys and loops over the query tiles that see it, for every query
 // head of the group: two threads copy tiles with TMA, two warpgroups own 64 keys each and keep dk and dv in registers, and two
@@ -772,6 +773,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_backward_kernel(c
     prefetch_map(&p.v);
     prefetch_map(&p.dout);
   }
+  let_next_start();
+  wait_for_previous();
   __syncthreads();
   if (warp < 4) {
     lower_registers<Tile::kProducerRegisters>();

@@ -8,6 +8,7 @@
 #include "kernels/attention/backward_sm90.cuh"
 #include "kernels/runtime/cuda_check.h"
 #include "kernels/runtime/device_cuda.h"
+#include "kernels/runtime/launch.cuh"
 
 namespace heddle::cuda::sm90 {
 
@@ -71,7 +72,7 @@ void launch_backward(const AttentionBackwardArgs& args, const BackwardPlan& plan
   const BackwardParams p = backward_params<Tile>(args, plan, ctx);
   if (p.tiles == 0) return;
   const unsigned blocks = std::min<unsigned>(p.tiles, device_info(ctx.device.index).multiprocessors);
-  kernel<<<blocks, Tile::kThreads, kMemory, static_cast<cudaStream_t>(ctx.stream)>>>(p);
+  launch_early(plan.starts_early, kernel, blocks, Tile::kThreads, kMemory, ctx, p);
   check_launch("attention backward");
 }
 

@@ -21,4 +21,37 @@ inline int grid_for(std::int64_t items, std::int64_t per_block, const ExecContex
   return static_cast<int>(std::clamp<std::int64_t>((items + per_block - 1) / per_block, 1, most));
 }
 
+#ifdef __CUDACC__
+// Note: Kernels that start early
+// A kernel launched early may start while the one before it in the stream ends: once all blocks of that one have called let_next_start
+// or are done. It calls wait_for_previous before it touches what that one wrote. On devices before compute capability 9.0 kernels
+// run one after the other.
+template <typename Params>
+void launch_early(bool is_early, void (*kernel)(Params), unsigned blocks, int threads, std::size_t shared_nbytes, const ExecContext& ctx,
+                  const Params& params) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_nbytes;
+  config.stream = stream_of(ctx);
+  config.attrs = &early;
+  config.numAttrs = is_early ? 1 : 0;
+  HEDDLE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
 }  // namespace heddle::cuda
