@@ -19,8 +19,8 @@ namespace heddle::lora {
 // a fingerprint is taken to fit. An adapted head has its own weight beside the factors, as PEFT has it, which must be the model's.
 
 // Writes the folder, replacing an older one (Note: Safe writing, nn/atomic_file.h). `base_path` is recorded as where the model came from, and
-// `fingerprint` as what it is; left out, it is found, which reads every weight of the model. Throws heddle::Error without writing if the model is not the adapter's or is merged (Adapter::check_base), or if a factor holds NaN or
-// infinity.
+// `fingerprint` as what it is; left out, it is found, which reads every weight of the model. Throws heddle::Error without writing if the model is not
+// the adapter's or is merged (Adapter::check_base), or if a factor holds NaN or infinity.
 void save_adapter(const std::filesystem::path& folder, const nn::CausalLM& model, const Adapter& adapter, const std::string& base_path,
                   const std::string& fingerprint = "");
 

@@ -185,6 +185,16 @@ void match_weights(Restore& restore, const fs::path& folder, const CausalLM& mod
 
 bool holds_adapter(const fs::path& folder) { return is_present(folder / kAdapterFile) && !has_weights(folder); }
 
+// Whether a folder has a file named as those of split weights are.
+bool holds_shards(const fs::path& folder) {
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().native();
+    if (name.starts_with("model-") && name.ends_with(".safetensors")) return true;
+  }
+  return false;
+}
+
 // Both throw if a file is missing or damaged.
 void check_weights(const fs::path& folder) {
   if (holds_adapter(folder)) SafetensorsFile(folder / kAdapterFile);
@@ -288,6 +298,8 @@ Checkpoint open_checkpoint(const fs::path& path, Pick pick) {
 
 fs::path open_weights(const fs::path& path) {
   const bool is_run = !is_present(path / kStateFile) && !has_weights(path) && !holds_adapter(path);
+  HEDDLE_CHECK(!is_run || !holds_shards(path), printable_path(path), " has weights in several files and no ", kWeightsIndex,
+               "; add the one they came with");
   const fs::path folder = is_run ? open_checkpoint(path, Pick::best).folder : path;
   HEDDLE_CHECK(!holds_adapter(folder), printable_path(folder), " holds an adapter and not the model it was trained on; give that one");
   check_weights(folder);

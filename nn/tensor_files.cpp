@@ -1,5 +1,6 @@
 #include "nn/tensor_files.h"
 
+#include <climits>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -27,11 +28,14 @@ Index read_index(const fs::path& path) {
   Index out;
   for (const auto& [name, file] : in.at("weight_map").items()) {
     const std::string text = file.is_string() ? file.get<std::string>() : file.dump();
-    HEDDLE_CHECK(file.is_string() && !text.empty() && text != "." && text != ".." && text.find('/') == std::string::npos, where, ": ",
-                 describe_tensor_name(name), " is in \"", printable(shortened(text)), "\", which is not the name of a file in the folder");
+    const bool is_name = !text.empty() && text.size() <= NAME_MAX && text != "." && text != ".." && text.find('/') == std::string::npos;
+    HEDDLE_CHECK(file.is_string() && is_name, where, ": ", describe_tensor_name(name), " is in \"", printable(shortened(text)),
+                 "\", which is not the name of a file in the folder");
     out.files[name] = text;
   }
-  if (in.contains("metadata") && in.at("metadata").is_object()) out.total = in.at("metadata").value("total_size", json());
+  const json metadata = in.value("metadata", json::object());
+  HEDDLE_CHECK(metadata.is_object(), where, ": the metadata are ", printable(shortened(metadata.dump())), ", and to be an object");
+  out.total = metadata.value("total_size", json());
   return out;
 }
 
@@ -82,7 +86,8 @@ std::vector<std::string> TensorFiles::names() const {
 
 const SafetensorsFile& TensorFiles::file_of(const std::string& name) const {
   const auto found = places_.find(name);
-  return files_[found == places_.end() ? 0 : found->second];
+  HEDDLE_CHECK(found != places_.end(), printable(title_), " has no ", describe_tensor_name(name));
+  return files_[found->second];
 }
 
 std::string TensorFiles::file_name(const std::string& name) const {

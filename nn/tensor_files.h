@@ -32,6 +32,7 @@ class TensorFiles {
 
   std::vector<std::string> names() const;  // in alphabetical order
   bool contains(const std::string& name) const { return places_.count(name) > 0; }
+  // Of a tensor, as SafetensorsFile has them. Throw heddle::Error for a name that no file has.
   const SafetensorsInfo& info(const std::string& name) const { return file_of(name).info(name); }
   Tensor read(const std::string& name) const { return file_of(name).read(name); }
   Tensor read_bytes(const std::string& name) const { return file_of(name).read_bytes(name); }

@@ -102,6 +102,25 @@ TEST(TensorFiles, RefusesFilesOutsideTheFolder) {
             ": tensor 'lm_head.weight' is in \"7\", which is not the name of a file in the folder");
 }
 
+TEST(TensorFiles, RefusesNamesThatNoFileCanHave) {
+  const std::string error = Copied([](json& index) { index["weight_map"]["lm_head.weight"] = std::string(5000, 'x'); }).error();
+
+  EXPECT_EQ(error, ": tensor 'lm_head.weight' is in \"" + std::string(100, 'x') + "...\", which is not the name of a file in the folder");
+}
+
+TEST(TensorFiles, WithoutAnIndexTheyAreNoModel) {
+  const Copied copied;
+  write_file(copied.path() / "config.yaml", "");
+  fs::remove(copied.index_path());
+
+  EXPECT_EQ(error_of([&] { open_weights(copied.path()); }),
+            printable_path(copied.path()) + " has weights in several files and no model.safetensors.index.json; add the one they came with");
+}
+
+TEST(TensorFiles, ATensorThatNoFileHasIsSaidOfTheIndex) {
+  EXPECT_EQ(error_of([] { TensorFiles::of_model(kSharded).read("extra"); }), "model.safetensors.index.json has no tensor 'extra'");
+}
+
 TEST(TensorFiles, RefusesATensorInAnotherFileAlsoWhereItIsInBoth) {
   const std::string expected = concat_text(": tensor 'lm_head.weight' is in ", kLast, ", and to be in ", kFirst);
   const auto moved = [](json& index) { index["weight_map"]["lm_head.weight"] = kFirst; };
@@ -124,6 +143,7 @@ TEST(TensorFiles, RefusesNamesThatOnlyTheIndexOrOnlyAFileHas) {
 TEST(TensorFiles, RefusesAWrongTotalAndTakesNone) {
   EXPECT_EQ(Copied([](json& index) { index["metadata"]["total_size"] = 10129; }).error(), ": the total_size is 10129, the tensors have 10128 bytes");
   EXPECT_EQ(Copied([](json& index) { index.erase("metadata"); }).error(), "no error");
+  EXPECT_EQ(Copied([](json& index) { index["metadata"] = {1, 2}; }).error(), ": the metadata are [1,2], and to be an object");
 }
 
 TEST(TensorFiles, RefusesOtherFormsOfAnIndex) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -94,16 +95,26 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
+// The positive integer that a text is, white space around it apart; 0 if it is none.
+int thread_count(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\n\v\f\r";
+  text.remove_prefix(std::min(text.find_first_not_of(kSpace), text.size()));
+  text = text.substr(0, text.find_last_not_of(kSpace) + 1);
+  int count = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
+  return error == std::errc() && end == text.data() + text.size() && count >= 1 ? count : 0;
+}
+
 // OpenMP takes a list, of which the first counts here: there is one level of regions.
 int default_threads() {
   const char* set = std::getenv("OMP_NUM_THREADS");
   const std::string_view wanted = set != nullptr ? set : "";
   if (wanted.empty()) return num_cores();
-  int count = 0;
-  const auto [end, error] = std::from_chars(wanted.data(), wanted.data() + wanted.size(), count);
-  if (error != std::errc() || count < 1 || (end != wanted.data() + wanted.size() && *end != ','))
-    throw ConfigError(concat_text("OMP_NUM_THREADS: expected integer >= 1, got \"", wanted, '"'));
-  return count;
+  for (std::size_t begin = 0; begin <= wanted.size(); begin = std::min(wanted.find(',', begin), wanted.size()) + 1)
+    if (thread_count(wanted.substr(begin, wanted.find(',', begin) - begin)) == 0)
+      throw ConfigError(concat_text("OMP_NUM_THREADS: expected integers in [1, ", std::numeric_limits<int>::max(), "] with commas between, got \"",
+                                    wanted, '"'));
+  return thread_count(wanted.substr(0, wanted.find(',')));
 }
 
 // The process has one pool, made when it is first needed.
