@@ -90,7 +90,7 @@ std::string description(const QuantLinear& layer) {
                              : spec.grain == ScaleGrain::tensor                   ? "one scale"
                                                                                   : "a scale for 128 of a row";
   return concat_text("products on ", layer.weight().device(), " run in FP8, ", spec.is_fp8() ? "" : "weights decoded and ",
-                     "activations rounded to it with ", scales, "; gradients of activations decode the weights to ", layer.dtype());
+                     "activations rounded to it with ", scales, "; those of few rows, and gradients of activations, decode the weights");
 }
 
 }  // namespace

@@ -80,7 +80,8 @@ void quant_gemms(const std::vector<QuantGemmArgs>& products, const ExecContext& 
   for (const QuantGemmArgs& args : products) {
     check_product(args);
     const ConstView& first = products.front().x;
-    HEDDLE_CHECK(args.x.data == first.data && args.x.shape == first.shape && args.x.strides == first.strides, "quant_gemms: products must have one x");
+    HEDDLE_CHECK(args.x.data == first.data && args.x.dtype == first.dtype && args.x.shape == first.shape && args.x.strides == first.strides,
+                 "quant_gemms: products must have one x");
     if (args.out.numel() > 0) left.push_back(args);
   }
 #if HEDDLE_WITH_CUDA

@@ -31,7 +31,7 @@ struct QuantGemmArgs {
 };
 void quant_gemm(const QuantGemmArgs& args, const ExecContext& ctx);
 
-// Several such products of one x, which is rounded to FP8 once for all of them.
+// Several such products, or none, of one x, which is rounded to FP8 once for all of them. Throws heddle::Error if they differ in x.
 void quant_gemms(const std::vector<QuantGemmArgs>& products, const ExecContext& ctx);
 
 // Whether products x w^T with this weight, x of that dtype, run in FP8 on the weight's device: on GPUs of compute capability 9.0, and of
