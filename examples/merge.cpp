@@ -36,8 +36,10 @@ std::string loss_of_quantising(nn::CausalLM& merged, const std::map<std::string,
     }
   const quant::QuantReport report = quant::quantize_model(merged, config);
   for (const quant::LayerReport& layer : report.layers) error += layer.error.noise;
-  return concat_text("quantised again they would be off by ", std::sqrt(error), " (root of the summed squares), where the adapter changes them by ",
-                     std::sqrt(change), "; ", quant::summary(report));
+  std::string out = concat_text("quantised again they would be off by ", std::sqrt(error),
+                                " (root of the summed squares), where the adapter changes them by ", std::sqrt(change), "; ", quant::summary(report));
+  for (const std::string& note : quant::notes(report)) out += "\n" + note;
+  return out;
 }
 
 int run_merge(const MergeCommand& command) {

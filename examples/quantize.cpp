@@ -72,6 +72,8 @@ int run_quantize(const QuantizeCommand& command) {
     throw ConfigError("quantize: --compare rounds to nearest; leave out --rounding and --seed");
   if (command.compares && !command.overrides.empty())
     throw ConfigError("quantize: --compare shows every form of every format; leave out --set " + nn::printable(command.overrides.front()));
+  for (const std::string& text : command.overrides)
+    if (!text.starts_with("quantize.")) throw ConfigError("quantize: --set takes quantize.key=value, got " + nn::printable(text));
   const fs::path folder = nn::open_weights(command.model);
   if (quant::has_quantized(folder)) throw ConfigError("--model: " + nn::printable_path(folder) + " is quantised already; give the plain model");
   const config::RunConfig run = read_config(command, folder);
@@ -102,7 +104,7 @@ void add_quantize_command(CLI::App& app, int& exit_code) {
   sub->add_option("--output", command->output, "A new folder for the quantised checkpoint")->check(new_folder());
   sub->add_option("--exclude", command->exclude, "A layer to leave as it is, beside lm_head: its name, the end of it, or wildcards")
       ->allow_extra_args(false);
-  sub->add_option("--rounding", command->rounding, "nearest, or stochastic: up or down by chance, right on average");
+  sub->add_option("--rounding", command->rounding, "nearest, or stochastic: up or down by chance, on average right where elements do not saturate");
   sub->add_option("--seed", command->seed, "Of stochastic rounding; the run's own if left out")->check(integer_in(0));
   sub->add_option("--set", command->overrides, "Override one value: quantize.key=value")->allow_extra_args(false);
   sub->add_flag("--compare", command->compares, "Print what every format would cost, and write nothing");

@@ -44,7 +44,11 @@ std::int64_t quantized_weights(const nn::Module& model);
 // Whether a pattern of QuantConfig::exclude names a layer.
 bool is_excluded(const std::string& layer, const std::vector<std::string>& patterns);
 
-// The report in a line, as a table, as JSON, and the layers' SQNR as a chart.
+// A line for every layer of which more than a quarter of the weights became 0, as they do beside one that is much larger; in nvfp4 it may be
+// in another layer that shares the tensor scale.
+std::vector<std::string> notes(const QuantReport& report);
+
+// The report in a line, as a table with its notes, as JSON, and the layers' SQNR as a chart.
 std::string summary(const QuantReport& report);
 std::string to_table(const QuantReport& report);
 std::string to_json(const QuantReport& report);

@@ -71,8 +71,9 @@ class Kept {
   bool exists() const { return fs::exists(folder_); }
   std::string name() const { return nn::printable_path(folder_); }
 
-  // Fills the model and returns what quantising had cost. Throws heddle::Error, with the model unchanged, for a folder that is not whole.
-  std::string load(nn::CausalLM& model, std::optional<QuantCompute> compute) const {
+  // Fills the model and returns lines on what quantising had cost. Throws heddle::Error, with the model unchanged, for a folder that is not
+  // whole, and nn::BadValue for a config that does not fit.
+  std::vector<std::string> load(nn::CausalLM& model, std::optional<QuantCompute> compute) const {
     const json record = nn::parse_json<json>(nn::read_file(folder_ / kRecordFile));
     const auto text_at = [&](const char* key) {
       const auto found = record.is_object() ? record.find(key) : record.end();
@@ -80,11 +81,14 @@ class Kept {
     };
     HEDDLE_CHECK(text_at("key") == key_, kRecordFile, " is of another base or config");
     HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_), nn::kWeightsFile, " is not the file that was written");
+    const json cost = record.value("cost", json());
+    HEDDLE_CHECK(cost.is_array() && std::ranges::all_of(cost, [](const json& line) { return line.is_string(); }), kRecordFile,
+                 " has no list of lines on what it cost");
     load_quantized(folder_, model, compute);
-    return text_at("cost");
+    return cost.get<std::vector<std::string>>();
   }
 
-  void save(const nn::CausalLM& model, const std::string& cost) const {
+  void save(const nn::CausalLM& model, const std::vector<std::string>& cost) const {
     nn::AtomicFolder out(folder_);
     save_quantized(out.path(), model);
     const json record = {{"key", key_}, {"weights", fingerprint_of(out.path())}, {"cost", cost}};
@@ -104,32 +108,39 @@ void round_parameters(const nn::CausalLM& model, DType dtype) {
     if (tensor.dtype() != dtype) tensor.copy_(cast(cast(tensor, dtype), tensor.dtype()));
 }
 
-// Returns what it cost.
-std::string quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model, std::optional<QuantCompute> compute) {
+// Returns lines on what it cost.
+std::vector<std::string> quantize_base(const fs::path& folder, const QuantConfig& config, DType dtype, nn::CausalLM& model,
+                                       std::optional<QuantCompute> compute) {
   nn::load_weights(folder, model, nn::Dtypes::converted);
   round_parameters(model, dtype);
-  return summary(quantize_model(model, config, compute));
+  const QuantReport report = quantize_model(model, config, compute);
+  std::vector<std::string> out = notes(report);
+  out.insert(out.begin(), summary(report));
+  return out;
 }
 
 }  // namespace
 
 std::vector<std::string> load_quantized_base(const fs::path& base, const fs::path& folder, const QuantConfig& config, DType dtype,
                                              nn::CausalLM& model, std::optional<QuantCompute> compute) {
-  if (!has_layout(config.spec())) return {quantize_base(folder, config, dtype, model, compute)};
+  if (!has_layout(config.spec())) return quantize_base(folder, config, dtype, model, compute);
   const Kept kept(base, folder, config, dtype);
   std::vector<std::string> log;
   if (kept.exists()) {
     try {
-      log.push_back(kept.load(model, compute));
+      log = kept.load(model, compute);
       log.push_back("quantised weights of an earlier run, from " + kept.name());
       return log;
+    } catch (const nn::BadValue&) {
+      throw;
     } catch (const Error& error) {
       log = {concat_text(kept.name(), " is made again: ", error.what())};
     }
   }
-  log.push_back(quantize_base(folder, config, dtype, model, compute));
+  const std::vector<std::string> cost = quantize_base(folder, config, dtype, model, compute);
+  log.insert(log.end(), cost.begin(), cost.end());
   try {
-    kept.save(model, log.back());
+    kept.save(model, cost);
     log.push_back("quantised weights are kept in " + kept.name());
   } catch (const Error& error) {
     log.push_back(concat_text("quantised weights are not kept: ", error.what()));

@@ -19,7 +19,7 @@ namespace heddle::quant {
 
 // Fills a plain model with the weights of a base, a path of the user's that stands for the checkpoint `folder`, quantised as `config`
 // says from weights of `dtype`: that of the model, or a narrower one that its other parameters are then rounded to as well. Returns
-// lines for a log: what it cost, and where it is kept or why it is not. Throws as nn::load_weights and quantize_model do.
+// lines for a log: what it cost with its notes, and where it is kept or why it is not. Throws as nn::load_weights and quantize_model do.
 std::vector<std::string> load_quantized_base(const std::filesystem::path& base, const std::filesystem::path& folder, const QuantConfig& config,
                                              DType dtype, nn::CausalLM& model, std::optional<QuantCompute> compute = {});
 

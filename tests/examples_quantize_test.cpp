@@ -217,6 +217,9 @@ TEST(Tool, SaysBeforeQuantisingWhatItCannotDo) {
             "heddle: cannot write " + out + ": the folder " + (folder.path() / "no").string() + " does not exist; create it first\n");
   EXPECT_EQ(output_of("--compare --set quantize.format=nvfp4"),
             "heddle: quantize: --compare shows every form of every format; leave out --set quantize.format=nvfp4\n");
+  EXPECT_EQ(output_of("--format nvfp4 --output " + out + " --set train.seed=5"), "heddle: quantize: --set takes quantize.key=value, got train.seed=5\n");
+  const std::string bytes = output_of("--compare --exclude \"$(printf 'a\\377')\"");
+  EXPECT_NE(bytes.find(", got \"a\\\\xFF\"\n"), std::string::npos) << bytes;
 }
 
 TEST(Tool, ComparesWhatFormatsCost) {

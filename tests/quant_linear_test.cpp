@@ -98,6 +98,18 @@ TEST(QuantLinear, ProductsInFp8AreNotReplacedByOthers) {
             "quant_gemm: products of float32 with nvfp4 [16, 32] on cpu do not run in FP8; compute them wide");
 }
 
+TEST(QuantGemms, HaveOneX) {
+  const Tensor x = Tensor::zeros({3, 20}, DType::bf16), out = Tensor::empty({3, 4}, DType::bf16);
+  const QuantizedWeight weight = packed({4, 20}, kNvfp4);
+  const QuantGemmArgs product = {.x = x.view(), .w = weight.view(), .out = out.mutable_view()};
+  QuantGemmArgs other = product;
+  other.x.dtype = other.out.dtype = DType::f16;
+
+  EXPECT_EQ(error_of([&] { quant_gemms({}, device_context(kCpu)); }), "no error");
+  EXPECT_EQ(error_of([&] { quant_gemms({product, product}, device_context(kCpu)); }), "no error");
+  EXPECT_EQ(error_of([&] { quant_gemms({product, other}, device_context(kCpu)); }), "quant_gemms: products must have one x");
+}
+
 TEST(QuantLinear, LayersOfOneInputGiveWhatEachGives) {
   const QuantLinear a(packed({4, 20}, kNvfp4), test::random_tensor({4}, DType::f64), DType::f64), b(packed({7, 20}, kFp8Channel, 3), Tensor(), DType::f64);
   const Tensor x = test::random_leaf({3, 20}), alone = test::random_leaf({3, 20});
@@ -388,16 +400,27 @@ TEST(QuantReport, ShowsEveryLayer) {
   EXPECT_EQ(table.find("note:"), std::string::npos);
 }
 
-TEST(QuantReport, NotesAWeightAHundredTimesTheRootMeanSquare) {
-  const auto table_of = [](double largest) {
+TEST(QuantReport, NotesALayerThatLostMoreThanAQuarterOfItsWeights) {
+  const auto table_of = [](std::int64_t zeroed) {
     QuantReport report;
-    report.layers.push_back({.name = "up_proj", .error = {.count = 4, .signal = 4, .largest = largest}});
+    report.layers.push_back({.name = "up_proj", .error = {.count = 8, .zeroed = zeroed}});
     return to_table(report);
   };
-  const char* const note = "note: the largest weight of up_proj is 101 times the root mean square; others near it may have become 0\n";
+  const char* const note = "note: 3 of the 8 weights of up_proj became 0: they are too small beside the largest that their scale serves\n";
 
-  EXPECT_NE(table_of(101).find(note), std::string::npos);
-  EXPECT_EQ(table_of(99).find("note:"), std::string::npos);
+  EXPECT_NE(table_of(3).find(note), std::string::npos) << table_of(3);
+  EXPECT_EQ(table_of(2).find("note:"), std::string::npos);
+}
+
+// Normally distributed weights, of which every format leaves more than the note asks for.
+TEST(QuantReport, NotesNothingOfOrdinaryWeights) {
+  for (const auto& [name, spec] : all_specs()) {
+    const Tensor weight = test::random_tensor({64, 256}, DType::f32, 2);
+    QuantReport report;
+    report.layers.push_back({.name = name, .spec = spec, .error = quant_error(weight, QuantizedWeight::quantize(name, weight, spec))});
+
+    EXPECT_EQ(notes(report), std::vector<std::string>()) << name;
+  }
 }
 
 // 2 blocks of 12 x 12 weights of o_proj: 4 bits, and a float32 each.
@@ -409,6 +432,8 @@ TEST(Scoreboard, OfOneKindOfLayerHasItsBits) {
   EXPECT_EQ(all.find("\nfp4                             4.222222"), std::string::npos) << all;
   EXPECT_EQ(error_of([&] { quant::scoreboard(model, {"lm_head"}, "norm"); }),
             "--only: expected a pattern that names linear layers, as \"o_proj\" and \"layers.0.*\" do, got \"norm\"");
+  EXPECT_EQ(error_of([&] { quant::scoreboard(model, {"lm_head", "q_proj"}, "q_proj"); }),
+            "--only: expected a pattern that names linear layers which are not excluded, got \"q_proj\"");
 }
 
 // In nvfp4 projections share a tensor scale: under that of q_proj and k_proj, a v_proj a million times smaller becomes 0.

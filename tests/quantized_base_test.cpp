@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
+#include "autograd/grad_mode.h"
 #include "nn/atomic_file.h"
 #include "nn/checkpoint.h"
 #include "nn/posix_file.h"
@@ -61,6 +64,41 @@ TEST_F(QuantizedBase, IsQuantisedOnceAndThenReadAsItWas) {
   EXPECT_EQ(made[1], "quantised weights are kept in " + where);
   EXPECT_EQ(read, (std::vector<std::string>{made[0], "quantised weights of an earlier run, from " + where}));
   EXPECT_EQ(logits_of(second), logits_of(first));
+}
+
+// In nvfp4 an outlier in q_proj sets the tensor scale that k_proj and v_proj share with it. Its own row of 12, one block, has the outlier alone.
+TEST_F(QuantizedBase, NotesWeightsThatBecameZeroEachTime) {
+  const nn::CausalLM spiked = model();
+  for (const nn::NamedTensor& parameter : spiked.parameters())
+    if (parameter.name == "model.layers.1.self_attn.q_proj.weight") {
+      const NoGradGuard no_grad;
+      std::vector<float> values = parameter.tensor.to_vector<float>();
+      values[3 * 12 + 4] = 1e30f;
+      parameter.tensor.copy_(Tensor::from_vector(values, parameter.tensor.shape()));
+    }
+  nn::save_weights(base(), spiked, DType::f32);
+  nn::CausalLM first = model(), second = model();
+  const std::vector<std::string> made = load(first), read = load(second);
+
+  const auto note = [](const char* counts, const char* layer) {
+    return concat_text("note: ", counts, " weights of model.layers.1.self_attn.", layer,
+                       " became 0: they are too small beside the largest that their scale serves");
+  };
+  ASSERT_EQ(made.size(), 5u);
+  ASSERT_EQ(read.size(), 5u);
+  for (const std::vector<std::string>& log : {made, read})
+    EXPECT_EQ(std::vector(log.begin() + 1, log.begin() + 4),
+              (std::vector<std::string>{note("143 of the 144", "q_proj"), note("48 of the 48", "k_proj"), note("48 of the 48", "v_proj")}));
+}
+
+// FP8 products, which the CPU has not, are no damage of what was kept: nothing is loaded or quantised.
+TEST_F(QuantizedBase, AConfigThatDoesNotFitLeavesTheModelAsItWas) {
+  nn::CausalLM first = model(), second = model(/*seed=*/6);
+  const std::vector<double> before = logits_of(second);
+  load(first);
+
+  EXPECT_THROW(quant::load_quantized_base(base(), base(), {}, DType::f32, second, QuantCompute::fp8), nn::BadValue);
+  EXPECT_EQ(logits_of(second), before);
 }
 
 // As Hugging Face splits large models; the weights of all files count.
@@ -129,6 +167,10 @@ TEST_F(QuantizedBase, ADamagedFolderIsMadeAgain) {
   expect_made_again("does not fit in the file");
   nn::write_file(record, other);
   expect_made_again("base.json is of another base or config");
+  nlohmann::json costless = nlohmann::json::parse(text);
+  costless["cost"] = 1;
+  nn::write_file(record, costless.dump());
+  expect_made_again("base.json has no list of lines on what it cost");
   nn::write_file(record, "[");
   expect_made_again("base.json is of another base or config");
   fs::remove(weights);
