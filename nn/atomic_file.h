@@ -43,8 +43,8 @@ void write_file(const std::filesystem::path& target, std::string_view contents);
 enum class Existing { replaced, refused };
 
 // A folder that appears whole: fill path() with files, then commit(). An existing target folder is exchanged for the
-// new one and removed; with Existing::refused, commit() throws heddle::Error instead. Without a commit() that succeeds the target stays
-// as it was.
+// new one and removed; with Existing::refused, commit() throws heddle::Error instead. Before commit() the target stays as it was; if
+// commit() throws it is the old folder, or the new one that could not be made durable.
 class AtomicFolder {
  public:
   // Throws heddle::Error if the target exists and is not a folder or to be refused, or its parent is missing or not writable.
@@ -60,7 +60,7 @@ class AtomicFolder {
   std::filesystem::path target_;
   std::filesystem::path temporary_;
   Existing existing_;
-  FileDescriptor lock_;  // on the temporary folder, as long as this object lives
+  FileDescriptor lock_;  // on the temporary folder as it was made, as long as this object lives
 };
 
 // Removes a folder so that a kill half-way does not leave part of it under its own name.

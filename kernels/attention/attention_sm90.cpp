@@ -13,8 +13,12 @@ constexpr int kCapability = 90;  // wgmma exists on 9.0 only
 // A tile of 256 columns leaves no shared memory for the next tile's queries and for the output.
 constexpr int kMaxHeadSize = 128;
 // Up to this workspace the kernels of a backward pass start while the one before ends: 2 to 8 % at 4 8 1024, whose workspace is 8 or
-// 16 MiB. At 16 16 1024, with 129 MiB, it costs 1 to 3 %.
+// 16 MiB. At 16 16 1024, with 130 MiB, it costs 1 to 3 %. The last of them is compiled for the architectures of the build.
+#ifdef HEDDLE_BUILT_FOR_90
 constexpr std::int64_t kEarlyBytes = std::int64_t{32} << 20;
+#else
+constexpr std::int64_t kEarlyBytes = -1;
+#endif
 
 // The driver's encoder, fetched through the runtime so that nothing links against libcuda.
 PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {

@@ -464,7 +464,8 @@ struct BackwardConsumer {
   // With a causal mask, the product of a zero and such a key or value would reach dq of rows that do not see it. The writers, idle
   // while the first query tile of a tile of keys is computed, look through both. If they find one, what is not finite becomes 0
   // before dq of that query tile. From then on NaN is added to such a key's scores; where registers hold the keys as they were it need
-  // not be. Rows that see such a value have a delta that is not finite.
+  // not be. Rows that see such a value have a delta that is not finite. dq of a row that gives an infinite key a probability of 0, where
+  // the formula has 0 times infinity, may be finite.
   __device__ __forceinline__ void hide_not_finite() {
     named_sync(kDscoresStored, 256);  // both are past their products with the tiles as they were
     if (group == 0) {

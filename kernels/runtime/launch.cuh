@@ -24,8 +24,8 @@ inline int grid_for(std::int64_t items, std::int64_t per_block, const ExecContex
 #ifdef __CUDACC__
 // Note: Kernels that start early
 // A kernel launched early may start while the one before it in the stream ends: once all blocks of that one have called let_next_start
-// or are done. It calls wait_for_previous before it touches what that one wrote. On devices before compute capability 9.0 kernels
-// run one after the other.
+// or are done. It calls wait_for_previous before it touches what that one wrote. Only code compiled for 9.0 and later waits: on such
+// devices do not launch code of an older architecture early. On older devices kernels run one after the other.
 template <typename Params>
 void launch_early(bool is_early, void (*kernel)(Params), unsigned blocks, int threads, std::size_t shared_nbytes, const ExecContext& ctx,
                   const Params& params) {
