@@ -14,28 +14,20 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// The files of an index by the names of their tensors, and the size that it gives them together; null if none.
-struct Index {
-  std::map<std::string, std::string> files;
-  json total;
-};
-
-Index read_index(const fs::path& path) {
+// The files of an index by the names of their tensors.
+std::map<std::string, std::string> read_index(const fs::path& path) {
   const json in = read_json(path);
   const std::string where = printable_path(path);
   HEDDLE_CHECK(in.is_object() && in.contains("weight_map") && in.at("weight_map").is_object() && !in.at("weight_map").empty(), where,
                ": there is no weight_map of tensors and their files");
-  Index out;
+  std::map<std::string, std::string> out;
   for (const auto& [name, file] : in.at("weight_map").items()) {
     const std::string text = file.is_string() ? file.get<std::string>() : file.dump();
     const bool is_name = !text.empty() && text.size() <= NAME_MAX && text != "." && text != ".." && text.find('/') == std::string::npos;
     HEDDLE_CHECK(file.is_string() && is_name, where, ": ", describe_tensor_name(name), " is in \"", printable(shortened(text)),
                  "\", which is not the name of a file in the folder");
-    out.files[name] = text;
+    out[name] = text;
   }
-  const json metadata = in.value("metadata", json::object());
-  HEDDLE_CHECK(metadata.is_object(), where, ": the metadata are ", printable(shortened(metadata.dump())), ", and to be an object");
-  out.total = metadata.value("total_size", json());
   return out;
 }
 
@@ -48,28 +40,24 @@ TensorFiles::TensorFiles(const fs::path& file) : title_(file.filename().native()
 TensorFiles TensorFiles::of_model(const fs::path& folder) {
   const fs::path path = folder / kWeightsIndex;
   if (!is_present(path)) return TensorFiles(folder / kWeightsFile);
-  const Index index = read_index(path);
+  const std::map<std::string, std::string> index = read_index(path);
   const std::string where = printable_path(path);
   TensorFiles out;
   out.title_ = kWeightsIndex;
   std::set<std::string> files;
-  for (const auto& [name, file] : index.files) files.insert(file);
-  std::int64_t nbytes = 0;
+  for (const auto& [name, file] : index) files.insert(file);
   for (const std::string& file : files) {
     HEDDLE_CHECK(is_present(folder / file), where, " names ", printable(file), ", which is not there");
     out.add(folder / file);
     for (const std::string& name : out.files_.back().names()) {
-      const auto found = index.files.find(name);
-      HEDDLE_CHECK(found != index.files.end(), where, " does not name ", describe_tensor_name(name), ", which is in ", printable(file));
+      const auto found = index.find(name);
+      HEDDLE_CHECK(found != index.end(), where, " does not name ", describe_tensor_name(name), ", which is in ", printable(file));
       HEDDLE_CHECK(found->second == file, where, ": ", describe_tensor_name(name), " is in ", printable(file), ", and to be in ",
                    printable(found->second));
-      nbytes += out.info(name).nbytes();
     }
   }
-  for (const auto& [name, file] : index.files)
+  for (const auto& [name, file] : index)
     HEDDLE_CHECK(out.contains(name), where, ": ", describe_tensor_name(name), " is not in ", printable(file));
-  HEDDLE_CHECK(index.total.is_null() || index.total == json(nbytes), where, ": the total_size is ", shortened(index.total.dump()),
-               ", the tensors have ", nbytes, " bytes");
   return out;
 }
 

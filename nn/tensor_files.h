@@ -12,8 +12,8 @@ namespace heddle::nn {
 
 // Note: Weights in files
 // The weights of a model are in its folder as model.safetensors, or split over the files that model.safetensors.index.json names, as Hugging
-// Face splits large ones: {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}. Where there is an index, it alone counts: what else
-// lies in the folder is not read.
+// Face splits large ones: {"weight_map": {tensor: file}}. What else an index says is not read, as published total sizes need not be right.
+// Where there is one, it alone counts: what else lies in the folder is not read either.
 inline constexpr const char* kWeightsFile = "model.safetensors";
 inline constexpr const char* kWeightsIndex = "model.safetensors.index.json";
 
@@ -27,7 +27,7 @@ class TensorFiles {
   explicit TensorFiles(const std::filesystem::path& file);
   // The weights in a folder. Throws heddle::Error naming the index and what is wrong in it, before any tensor is read: another form, a file that
   // is not there or not in the folder, a tensor that is not in the file it is said to be in or in another one as well, a tensor that it does not
-  // name, a total size that is not that of the tensors.
+  // name.
   static TensorFiles of_model(const std::filesystem::path& folder);
 
   std::vector<std::string> names() const;  // in alphabetical order
