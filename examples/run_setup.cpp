@@ -80,8 +80,8 @@ void check_compute(const config::RunConfig& run, Device device) {
   if (run.quantize) {
     for (const std::string& name : lora::linear_layers(run.model))
       if (const auto [out, in] = shape_of(name, run.model); !quant::is_excluded(name, run.quantize->exclude)) layers.push_back({run.quantize->spec(), out, in});
-  } else if (run.base && quant::has_quantized(nn::open_weights(*run.base))) {
-    layers = quant::stored_layers(nn::open_weights(*run.base));
+  } else if (run.base) {
+    if (const std::filesystem::path folder = nn::open_weights(*run.base); quant::has_quantized(folder)) layers = quant::stored_layers(folder);
   }
   for (const auto& [spec, out, in] : layers) quant::require_fp8_products(spec, out, in, model_dtype(run), device);
 }

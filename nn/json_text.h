@@ -45,4 +45,16 @@ inline nlohmann::json read_json(const std::filesystem::path& path) {
   return out;
 }
 
+// A member of an object; null if there is none, or no object.
+inline nlohmann::json member(const nlohmann::json& object, const char* key) {
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return found != object.end() ? *found : nlohmann::json();
+}
+
+// A string of an object; "" if there is none.
+inline std::string text_at(const nlohmann::json& object, const char* key) {
+  const nlohmann::json value = member(object, key);
+  return value.is_string() ? value.get<std::string>() : std::string();
+}
+
 }  // namespace heddle::nn

@@ -29,14 +29,10 @@ const char* const kModelOptFile = "hf_quant_config.json";
 // What the folder says about its layout; null if it says nothing.
 json quantization_of(const fs::path& folder) {
   json found;
-  if (fs::exists(folder / kConfigFile)) {
-    const json config = nn::read_json(folder / kConfigFile);
-    if (config.is_object() && config.contains("quantization_config")) found = config.at("quantization_config");
-  }
+  if (fs::exists(folder / kConfigFile)) found = nn::member(nn::read_json(folder / kConfigFile), "quantization_config");
   if ((!found.is_null() && !lacks_layers(found)) || !fs::exists(folder / kModelOptFile)) return found;
-  const json config = nn::read_json(folder / kModelOptFile);
-  if (!config.is_object() || !config.contains("quantization") || !config.at("quantization").is_object()) return found;
-  json quantization = config.at("quantization");
+  json quantization = nn::member(nn::read_json(folder / kModelOptFile), "quantization");
+  if (!quantization.is_object()) return found;
   quantization["quant_method"] = "modelopt";
   return quantization;
 }

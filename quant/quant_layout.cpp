@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "kernels/runtime/check.h"
+#include "nn/json_text.h"
 #include "nn/posix_file.h"
 
 namespace heddle::quant {
@@ -47,18 +48,6 @@ LayoutNames modelopt_nvfp4(const std::string& title) {
           .global_is_inverse = true};
 }
 
-// A member of an object; null if there is none, or no object.
-json member(const json& object, const char* key) {
-  const auto found = object.is_object() ? object.find(key) : object.end();
-  return found != object.end() ? *found : json();
-}
-
-// A string of an object; "" if there is none.
-std::string text_at(const json& object, const char* key) {
-  const json value = member(object, key);
-  return value.is_string() ? value.get<std::string>() : std::string();
-}
-
 // Of what ModelOpt calls an algorithm, for the checkpoint or for a layer.
 std::optional<LayoutNames> modelopt_names(const std::string& algorithm) {
   if (algorithm == "NVFP4" || algorithm == "W4A16_NVFP4") return modelopt_nvfp4(algorithm);
@@ -66,15 +55,15 @@ std::optional<LayoutNames> modelopt_names(const std::string& algorithm) {
   return std::nullopt;
 }
 
-bool is_mixed(const json& quantization) { return text_at(quantization, "quant_algo") == "MIXED_PRECISION"; }
+bool is_mixed(const json& quantization) { return nn::text_at(quantization, "quant_algo") == "MIXED_PRECISION"; }
 
 // {"quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}}; layers that are not there stay as they are.
 FileLayout modelopt_layers(const json& quantization, const std::string& where) {
   HEDDLE_CHECK(!lacks_layers(quantization), where, ": quant_algo is MIXED_PRECISION, and there are no quantized_layers to say of what");
   FileLayout out{.common = {}, .is_mixed = true};
-  const json layers = member(quantization, "quantized_layers");
+  const json layers = nn::member(quantization, "quantized_layers");
   for (const auto& [layer, form] : layers.items()) {
-    const std::string algorithm = text_at(form, "quant_algo");
+    const std::string algorithm = nn::text_at(form, "quant_algo");
     const auto names = modelopt_names(algorithm);
     HEDDLE_CHECK(names, where, ": quantized_layers has ", nn::printable(layer), " in \"", nn::printable(algorithm), "\"; heddle reads NVFP4 and FP8");
     out.layers.emplace(layer, *names);
@@ -84,10 +73,10 @@ FileLayout modelopt_layers(const json& quantization, const std::string& where) {
 
 // Eight-bit integers also come as naive-quantized.
 bool has_fp8_weights(const json& quantization) {
-  const json groups = member(quantization, "config_groups");
+  const json groups = nn::member(quantization, "config_groups");
   for (const json& group : groups) {
-    const json weights = member(group, "weights");
-    if (member(weights, "num_bits") != 8 || member(weights, "type") != "float") return false;
+    const json weights = nn::member(group, "weights");
+    if (nn::member(weights, "num_bits") != 8 || nn::member(weights, "type") != "float") return false;
   }
   return groups.is_object() && !groups.empty();
 }
@@ -120,21 +109,21 @@ const LayoutNames* FileLayout::of(const std::string& layer) const {
   return found == layers.end() ? nullptr : &found->second;
 }
 
-bool lacks_layers(const json& quantization) { return is_mixed(quantization) && !member(quantization, "quantized_layers").is_object(); }
+bool lacks_layers(const json& quantization) { return is_mixed(quantization) && !nn::member(quantization, "quantized_layers").is_object(); }
 
 FileLayout parse_layout(const json& quantization, const std::string& where) {
   HEDDLE_CHECK(quantization.is_object(), where, ": there is no quantization_config in config.json and no hf_quant_config.json");
-  const std::string method = text_at(quantization, "quant_method"), format = text_at(quantization, "format");
+  const std::string method = nn::text_at(quantization, "quant_method"), format = nn::text_at(quantization, "format");
   if (method == "compressed-tensors") {
     if (format == "nvfp4-pack-quantized") return {compressed_nvfp4()};
     if (format == "mxfp4-pack-quantized") return {compressed_mxfp4()};
     if ((format == "float-quantized" || format == "naive-quantized") && has_fp8_weights(quantization)) return {fp8(format)};
   }
-  const std::string algorithm = text_at(quantization, "quant_algo");
+  const std::string algorithm = nn::text_at(quantization, "quant_algo");
   if (method == "modelopt" && is_mixed(quantization)) return modelopt_layers(quantization, where);
   if (method == "modelopt")
     if (const auto names = modelopt_names(algorithm)) return {*names};
-  if (method == "fp8" && member(quantization, "weight_block_size") == json({128, 128})) return {fp8("fp8", "weight_scale_inv")};
+  if (method == "fp8" && nn::member(quantization, "weight_block_size") == json({128, 128})) return {fp8("fp8", "weight_scale_inv")};
   throw Error(concat_text(where, ": quantised by method \"", nn::printable(method), "\", format \"", nn::printable(format + algorithm),
                           "\"; heddle reads compressed-tensors nvfp4-pack-quantized, mxfp4-pack-quantized and float-quantized of 8 bits, ModelOpt "
                           "NVFP4, FP8 and MIXED_PRECISION of the two, and fp8 with weight_block_size [128, 128]"));

@@ -51,11 +51,10 @@ std::string fingerprint_of(const fs::path& folder) {
 }
 
 // Everything that decides which bytes come out.
-std::string key_of(const fs::path& folder, const QuantConfig& config, DType dtype) {
-  QuantConfig copy = config;
+std::string key_of(const fs::path& folder, QuantConfig config, DType dtype) {
   nn::Fingerprint out;
   out.add(concat_text("version ", kVersion, ", ", dtype));
-  for (const nn::Field& field : fields(copy)) out.add(concat_text(field.key, ": ", field.value_text()));
+  for (const nn::Field& field : fields(config)) out.add(concat_text(field.key, ": ", field.value_text()));
   add_weights(out, folder);
   return out.text();
 }
@@ -75,13 +74,9 @@ class Kept {
   // whole, and nn::BadValue for a config that does not fit.
   std::vector<std::string> load(nn::CausalLM& model, std::optional<QuantCompute> compute) const {
     const json record = nn::parse_json<json>(nn::read_file(folder_ / kRecordFile));
-    const auto text_at = [&](const char* key) {
-      const auto found = record.is_object() ? record.find(key) : record.end();
-      return record.is_object() && found != record.end() && found->is_string() ? found->get<std::string>() : std::string();
-    };
-    HEDDLE_CHECK(text_at("key") == key_, kRecordFile, " is of another base or config");
-    HEDDLE_CHECK(text_at("weights") == fingerprint_of(folder_), nn::kWeightsFile, " is not the file that was written");
-    const json cost = record.value("cost", json());
+    HEDDLE_CHECK(nn::text_at(record, "key") == key_, kRecordFile, " is of another base or config");
+    HEDDLE_CHECK(nn::text_at(record, "weights") == fingerprint_of(folder_), nn::kWeightsFile, " is not the file that was written");
+    const json cost = nn::member(record, "cost");
     HEDDLE_CHECK(cost.is_array() && std::ranges::all_of(cost, [](const json& line) { return line.is_string(); }), kRecordFile,
                  " has no list of lines on what it cost");
     load_quantized(folder_, model, compute);
